@@ -203,7 +203,7 @@ def loop(options: argparse.Namespace) -> list[Row]:
     """One sample into the journal."""
     bodies = [Answers(options.tokens, seed).body() for seed in range(8)]
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        journal = Journal.open(Path(folder) / "journal.sqlite", {"model": "benchmark"}, keep=True)
+        journal = Journal(Path(folder) / "journal.sqlite", {"model": "benchmark"}, keep=True)
         journal.recover(0)
         samples = [finished(body, index) for index, body in enumerate(bodies)]
         journal.hand_out([[sample] for sample in samples], None)

@@ -98,7 +98,7 @@ def fill(journal: Journal, samples: int, clock: Clock, texts: Texts, *, checkpoi
 def batch_of_recorded(tokens: int, samples: int, folder: Path) -> tuple[float, float]:
     """Microseconds a sample of a batch whose samples are as they were recorded, and when all have changed since."""
     rng, arena = np.random.default_rng(0), SharedArena()
-    journal = Journal.open(folder / f"{tokens}.sqlite", {"model": "benchmark"}, keep=True)
+    journal = Journal(folder / f"{tokens}.sqlite", {"model": "benchmark"}, keep=True)
     groups = [Texts(seed=number).prompts(number) for number in range(samples // GROUP)]
     journal.hand_out(groups, None)
     for sample in (sample for group in groups for sample in group):
@@ -154,7 +154,7 @@ def main() -> None:
     samples = max(1, options.samples // (GROUP * BATCH)) * GROUP * BATCH
     clock, console = Clock(), Console()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        journal = Journal.open(Path(folder) / "journal.sqlite", {"model": "benchmark"}, keep=True)
+        journal = Journal(Path(folder) / "journal.sqlite", {"model": "benchmark"}, keep=True)
         fill(journal, samples, clock, Texts(seed=0))
         began = time.perf_counter()
         journal.checkpointed(samples)
@@ -169,7 +169,7 @@ def main() -> None:
     for keep_bytes in (0, 256_000_000):
         clock = Clock()
         with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-            journal = Journal.open(Path(folder) / "j.sqlite", {"model": "benchmark"}, keep=False, keep_bytes=keep_bytes)
+            journal = Journal(Path(folder) / "j.sqlite", {"model": "benchmark"}, keep=False, keep_bytes=keep_bytes)
             fill(journal, samples // 5, clock, Texts(seed=0), checkpoints=True)
             journal.close()
             title = f"{samples // 5:,} samples with checkpoints, {keep_bytes / 1e6:.0f} MB kept"

@@ -322,7 +322,7 @@ def assigning(groups: list[list[Sample]], path: Path) -> float:
     """Seconds a sample to make a batch of groups that the journal has recorded as they finished."""
     if not groups:
         return 0.0
-    journal = Journal.open(path, {"model": "benchmark"}, keep=True)
+    journal = Journal(path, {"model": "benchmark"}, keep=True)
     for group in groups:
         prompts = [Sample(index=sample.index, group_index=sample.group_index) for sample in group]
         journal.hand_out([prompts], None)

@@ -14,7 +14,7 @@ IDENTITY = {"model": "tiny", "prompt data": "sums.jsonl, 10 bytes"}
 
 
 def open_journal(folder: Path, *, keep: bool = False, keep_bytes: int = 0, **changes: str) -> Journal:
-    return Journal.open(folder / "journal.sqlite", {**IDENTITY, **changes}, keep=keep, keep_bytes=keep_bytes)
+    return Journal(folder / "journal.sqlite", {**IDENTITY, **changes}, keep=keep, keep_bytes=keep_bytes)
 
 
 def prompts(group_index: int, count: int = 2) -> list[Any]:

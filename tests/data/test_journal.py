@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import copy
 import resource
 import sqlite3
@@ -176,7 +177,7 @@ def test_unsupported_value_is_named_and_nothing_is_recorded(tmp_path: Path, valu
 
 
 def test_nan_and_dict_rewards_are_recorded(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path / "journal.sqlite", {}, keep=False, reward_key="score")
+    journal = Journal(tmp_path / "journal.sqlite", {}, keep=False, reward_key="score")
     group = [Sample(index=0, reward=float("nan")), Sample(index=1, reward={"score": 2, "form": 0.5}), Sample(reward=3)]
     journal.assign(0, [group], {"loss": float("inf")})
     batch = journal.batch(0)
@@ -199,7 +200,7 @@ def test_group_states_from_hand_out_to_consumption(tmp_path: Path) -> None:
     journal.hand_out([group], {"offset": 1})
     assert states(journal) == ["pending"]
     assert rows(journal, "SELECT value FROM meta WHERE key = 'position'") == [('{"offset": 1}',)]
-    journal.progressed(finish(group[0], None, tokens=2))
+    asyncio.run(journal.record_progress(finish(group[0], None, tokens=2)))
     assert states(journal) == ["partial"]
     assert rows(journal, "SELECT response_length, status FROM samples") == [(2, "aborted"), (0, "pending")]
     journal.produced(group[0], finish(group[0], 0.25, tokens=1))
@@ -228,7 +229,7 @@ def test_late_results_do_not_change_an_assigned_group(tmp_path: Path) -> None:
     journal.assign(0, [group], {})
     late.reward = 99.0
     journal.produced(late, late)
-    journal.progressed(late)
+    asyncio.run(journal.record_progress(late))
     journal.consumed(0)
     journal.drop([group])
     assert rows(journal, "SELECT reward FROM samples") == [(1.0,), (1.0,)]
@@ -243,7 +244,7 @@ def test_samples_never_handed_out_are_recorded_with_their_batch(tmp_path: Path) 
     journal = open_journal(tmp_path)
     stray = finish(Sample(index=3))
     journal.produced(stray, stray)
-    journal.progressed(stray)
+    asyncio.run(journal.record_progress(stray))
     journal.drop([[stray]])
     assert rows(journal, "SELECT * FROM samples") == []
     journal.assign(0, [[stray]], {})
@@ -399,7 +400,7 @@ def test_recording_queries_scan_no_table(tmp_path: Path) -> None:
         connection.set_trace_callback(traced.append)
     group = finished(journal, 0)
     journal.hand_out([group], None)
-    journal.progressed(group[0])
+    asyncio.run(journal.record_progress(group[0]))
     journal.put_back([group])
     journal.assign(0, [group], {})
     journal.consumed(0)

@@ -217,7 +217,7 @@ def test_put_back_writes_only_samples_whose_content_differs(journal: Journal) ->
         journal.hand_out([group], None)
     assert seen == []
     before = copy.deepcopy(group)
-    journal.progressed(finish(group[0], None, version="1"))
+    asyncio.run(journal.record_progress(finish(group[0], None, version="1")))
     with statements(journal) as seen:
         journal.put_back([before])  # the content before the progress: its row holds newer content
     assert seen == ["INSERT"]

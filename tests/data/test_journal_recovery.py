@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import logging
@@ -84,9 +85,7 @@ def test_mismatched_checkpoint_sets_the_journal_aside_and_starts_a_new_one(tmp_p
     recovered = journal.recover(0)
     assert (recovered.fresh, recovered.groups, recovered.batches) == (True, [], [])
     assert recovered.moved == tmp_path / "journal-1.sqlite"
-    aside = Journal.open(
-        tmp_path / "journal-1.sqlite", {"model": "tiny", "prompt data": "sums.jsonl, 10 bytes"}, keep=False
-    )
+    aside = Journal(tmp_path / "journal-1.sqlite", {"model": "tiny", "prompt data": "sums.jsonl, 10 bytes"}, keep=False)
     assert aside.recover(1).groups == [group]
     aside.close()
     journal.assign(0, [finished(journal, 7)], {})
@@ -168,7 +167,7 @@ class Machine(RuleBasedStateMachine):
         twin = copy.deepcopy(dispatched)
         if kind == "partial":
             group[place] = finish(dispatched, None, tokens=2)
-            self.journal.progressed(group[place])
+            asyncio.run(self.journal.record_progress(group[place]))
         elif kind == "fan-out":
             group[place] = [finish(copy.deepcopy(dispatched), reward) for reward in (0.5, 0.25)]
         elif kind == "failed":
@@ -380,7 +379,7 @@ def test_source_resumes_from_the_journal_position(tmp_path: Path, config: Config
     source.journal.produced(first[1][0], finish(first[1][0], None, tokens=2))
     first[3][1].tokens = [9]
     first[3][1].append_response_tokens(tokens=[5], log_probs=[-1.0])  # no engine call of this sample has finished
-    source.journal.progressed(first[3][1])
+    asyncio.run(source.journal.record_progress(first[3][1]))
     source.journal.close()  # no checkpoint was saved
 
     again = JournaledSource(RolloutDataSourceWithBuffer(config), open_journal(tmp_path))

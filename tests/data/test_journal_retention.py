@@ -219,7 +219,7 @@ def test_unsupported_evaluation_sample_is_skipped_with_a_warning(
 
 
 def test_evaluation_reward_uses_eval_reward_key(tmp_path: Path) -> None:
-    journal = Journal.open(tmp_path / "j.sqlite", {}, keep=True, reward_key="train", eval_reward_key="right")
+    journal = Journal(tmp_path / "j.sqlite", {}, keep=True, reward_key="train", eval_reward_key="right")
     (sample,) = answers(1)
     sample.reward = {"train": 0.25, "right": 1.0}
     journal.keep_evaluation(0, {"math": [sample]})
@@ -228,12 +228,12 @@ def test_evaluation_reward_uses_eval_reward_key(tmp_path: Path) -> None:
 
 def test_journal_of_an_earlier_version_may_name_a_moved_function(tmp_path: Path) -> None:
     path, before = tmp_path / "journal.sqlite", {"generate function": "slime.agent.live.service.generate"}
-    journal = Journal.open(path, before, keep=True)
+    journal = Journal(path, before, keep=True)
     finished(journal, 0)
     journal.close()
     with pytest.raises(UserError, match="is the journal of another run"):
-        Journal.open(path, {"generate function": "mine.generate"}, keep=True)
-    again = Journal.open(path, {"generate function": "slime.agent.online.generate"}, keep=True)
+        Journal(path, {"generate function": "mine.generate"}, keep=True)
+    again = Journal(path, {"generate function": "slime.agent.online.generate"}, keep=True)
     assert not again.recover(0).fresh
     again.close()
 

@@ -130,7 +130,7 @@ def test_groups_of_a_subclass_are_validated_and_numbered(args: Namespace, tmp_pa
             return self.answer  # type: ignore[no-any-return]
 
     source = Odd(args)
-    journaled = JournaledSource(source, Journal.open(tmp_path / "journal.sqlite", {}, keep=True))
+    journaled = JournaledSource(source, Journal(tmp_path / "journal.sqlite", {}, keep=True))
     source.answer = [[Sample(prompt="a"), Sample(prompt="a")], [Sample(prompt="b")]]
     handed_out = journaled.get_samples(2)
     assert [[(sample.group_index, sample.index) for sample in group] for group in handed_out] == [

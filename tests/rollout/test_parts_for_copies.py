@@ -119,17 +119,17 @@ def test_rollout_functions_can_be_awaited_on_another_event_loop(engine, make_run
 
 def test_samples_generated_on_another_event_loop_are_journaled(engine, make_runtime, write_plugin, prompts, tmp_path):
     runtime = make_runtime([engine.url], custom_rm_path=write_plugin(REWARD))
-    runtime.journal = Journal.open(tmp_path / "journal.sqlite", {}, keep=True)
+    runtime.journal = Journal(tmp_path / "journal.sqlite", {}, keep=True)
     (group,) = JournaledSource(prompts(["a"], 2), runtime.journal).get_samples(1)
     asyncio.run(generate_and_rm_group(runtime.plugin_args, group, GenerateState(runtime.plugin_args).sampling_params))
     runtime.journal.close()  # simulates a kill before the rollout is complete
-    (again,) = Journal.open(tmp_path / "journal.sqlite", {}, keep=True).recover(0).groups
+    (again,) = Journal(tmp_path / "journal.sqlite", {}, keep=True).recover(0).groups
     assert [(sample.response, sample.reward) for sample in again] == [("7", 2.0)] * 2
 
 
 def test_groups_dropped_by_a_filter_are_dropped_in_the_journal(engine, make_runtime, prompts, tmp_path):
     runtime = make_runtime([engine.url])
-    runtime.journal = Journal.open(tmp_path / "journal.sqlite", {}, keep=True)
+    runtime.journal = Journal(tmp_path / "journal.sqlite", {}, keep=True)
     source = JournaledSource(prompts(["a", "b", "c", "d"], 2), runtime.journal)
     kept, dropped, needed, spare = source.get_samples(4)
     args = runtime.plugin_args
@@ -140,7 +140,7 @@ def test_groups_dropped_by_a_filter_are_dropped_in_the_journal(engine, make_runt
         found = call_dynamic_filter(lambda args, samples: DynamicFilterOutput(**vars(fallback)), args, group)
         assert should_drop_dynamic_filter_output(found, remaining, 2) is is_dropped
     runtime.journal.close()
-    recovered = Journal.open(tmp_path / "journal.sqlite", {}, keep=True).recover(0)
+    recovered = Journal(tmp_path / "journal.sqlite", {}, keep=True).recover(0)
     assert [group[0].prompt for group in recovered.groups] == ["a", "c"]
 
 

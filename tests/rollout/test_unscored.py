@@ -50,7 +50,7 @@ async def f(args, sample, sampling_params):
 
 
 def journal_at(folder: Path) -> Journal:
-    return Journal.open(folder / "journal.sqlite", {"model": "tiny"}, keep=False)
+    return Journal(folder / "journal.sqlite", {"model": "tiny"}, keep=False)
 
 
 @pytest.fixture(autouse=True)

@@ -29,17 +29,16 @@ from slime.data.buffer.recovery import (
     mark_for_replay,
     name_of,
     read_groups,
+    read_leaves,
     read_samples,
-    unusable_rows,
 )
 from slime.data.buffer.retention import (
     forget_evaluations_after,
     keep_evaluation,
     prune_consumed,
-    refer,
     release,
 )
-from slime.data.buffer.rows import GroupLeaf, RowCodec, flatten_group, state_of, status_of
+from slime.data.buffer.rows import GroupLeaf, RowCodec, flatten_group, is_unusable, state_of
 from slime.data.buffer.writer import RowLocation, Writer
 from slime.data.json_samples import from_json, to_json
 from slime.data.sample import Sample
@@ -56,23 +55,6 @@ class Journal:
 
     def __init__(
         self,
-        database: Database,
-        *,
-        keep: bool,
-        keep_bytes: int = 0,
-        reward_key: str | None = None,
-        eval_reward_key: str | None = None,
-    ) -> None:
-        self._database = database
-        self._keep = keep
-        self._keep_bytes = keep_bytes
-        self._rows = RowCodec(reward_key)
-        self._eval_rows = RowCodec(eval_reward_key or reward_key)
-        self._writer = self._new_writer()
-
-    @classmethod
-    def open(
-        cls,
         path: Path,
         identity: Mapping[str, str],
         *,
@@ -80,20 +62,20 @@ class Journal:
         keep_bytes: int = 0,
         reward_key: str | None = None,
         eval_reward_key: str | None = None,
-    ) -> Journal:
+    ) -> None:
         """Create or open the journal `path`; `keep` retains all consumed samples, `keep_bytes` only the last ones.
 
         A file that is not a journal, has a newer format, or belongs to a run with another `identity` raises a
         `UserError` that names the difference, and stays unchanged. `reward_key` selects the number of dict rewards that
         is shown.
         """
-        database = Database(Path(path), identity)
-        return cls(database, keep=keep, keep_bytes=keep_bytes, reward_key=reward_key, eval_reward_key=eval_reward_key)
-
-    @property
-    def path(self) -> Path:
-        """The SQLite file."""
-        return self._database.path
+        self.path = Path(path)
+        self._database = Database(self.path, identity)
+        self._keep = keep
+        self._keep_bytes = keep_bytes
+        self._rows = RowCodec(reward_key)
+        self._eval_rows = RowCodec(eval_reward_key or reward_key)
+        self._writer = self._new_writer()
 
     def recover(self, start: int) -> Recovered:
         """Bring the journal to the state in which rollouts before `start` are consumed and later ones are not.
@@ -114,11 +96,12 @@ class Journal:
                 _set_meta(connection, "horizon", str(start))
                 return Recovered(position=None, groups=[], batches=[], fresh=True, moved=moved, moved_work=had_work)
             assigned = mark_for_replay(connection, start)
-            failed = unusable_rows(connection, self._rows)
-            for row_id, sample in failed:
-                (leaf,) = self._rows.encoded([GroupLeaf(sample, None)])
-                self._writer.update(connection, row_id, leaf)
-            unusable = [f"sample {sample.index} ({sample.failure})" for _, sample in failed]
+            waiting = f"state IN {OPEN} OR state = 'assigned'"
+            found = read_leaves(connection, self._rows, waiting, check=True)
+            failed = [leaf for leaf in found if is_unusable(leaf.sample)]
+            for leaf in failed:
+                self._writer.update(connection, leaf.row_id, self._rows.columns(leaf.sample))
+            unusable = [f"sample {leaf.sample.index} ({leaf.sample.failure})" for leaf in failed]
             batches = drop_untrainable_batches(connection, assigned) if unusable else assigned
             groups = read_groups(connection, self._rows, f"state IN {OPEN}", ())
             row = connection.execute("SELECT value FROM meta WHERE key = 'position'").fetchone()
@@ -129,94 +112,36 @@ class Journal:
         """Record the state of a data source before the first hand-out: its position after `rollout_id`, its buffer."""
         leaves = self._looked_at(groups)
         with self._database.transaction() as connection:
-            written = self._write(connection, leaves)
+            self._writer.write_groups(connection, leaves)
             _note_position(connection, rollout_id, position)
             _set_position(connection, position)
-        _mark(leaves, written)
+        _mark(leaves)
 
     def hand_out(self, groups: Sequence[Group], position: JsonObject | None) -> None:
         """Record that groups leave the data source, with its `position` after that; new groups get rows and ids."""
         handed_out = [leaves for group in groups if (leaves := flatten_group(group))]
         for leaves in handed_out:
             if any(leaf.sample.journal_id is None for leaf in leaves):
-                self._rows.encoded(leaves)
-        changed, written = [], []
+                for leaf in leaves:
+                    leaf.columns = self._rows.columns(leaf.sample)
         with self._database.transaction() as connection:
-            for leaves in handed_out:
-                if all(leaf.sample.journal_id is None for leaf in leaves):
-                    changed.append(leaves)
-                    written.append(self._writer.new_group(connection, leaves, "pending"))
-                elif not self._handed_out_again(connection, leaves):
-                    changed.append(self._look_at(leaves))
-                    written += self._writer.write_groups(connection, [leaves], lambda _: "pending", _is_free)
+            changed = [leaves for leaves in handed_out if not self._handed_out_again(connection, leaves)]
+            self._look_at(changed)
+            self._writer.write_groups(connection, changed, "pending")
             _set_position(connection, position)
-        _mark(changed, written)
+        _mark(changed)
 
     def put_back(self, groups: Sequence[Group]) -> None:
         """Record groups that return to the data source, with their progress."""
         self._database.drain()
         leaves = self._looked_at(groups)
         with self._database.transaction() as connection:
-            written = self._write(connection, leaves)
-        _mark(leaves, written)
+            self._writer.write_groups(connection, leaves)
+        _mark(leaves)
 
     def produced(self, dispatched: Sample, produced: Sample | list[Sample]) -> None:
         """Record that a member of a group finished, failed or was aborted; samples without a hand-out are ignored."""
-        self._now(self._producing(dispatched, produced))
-
-    async def record(self, dispatched: Sample, produced: Sample | list[Sample]) -> None:
-        """Do `produced` without blocking the event loop; returns after a group commit."""
-        if dispatched.journal_id is not None:
-            await self._database.write(lambda: self._producing(dispatched, produced))
-
-    def progressed(self, sample: Sample) -> None:
-        """Record the progress of a sample that is still generating."""
-        self._now(self._progressing(sample))
-
-    async def record_progress(self, sample: Sample) -> None:
-        """Do `progressed` without blocking the event loop."""
-        if sample.journal_id is not None:
-            await self._database.write(lambda: self._progressing(sample))
-
-    def _producing(self, dispatched: Sample, produced: Sample | list[Sample]) -> Change | None:
-        leaves = [GroupLeaf(leaf.sample, None, leaf.leaf) for leaf in flatten_group([produced])]
-        if dispatched.journal_id is None or not leaves:
-            return None
-        for leaf in leaves:
-            leaf.content = self._rows.content(leaf.sample)  # first, so that later modifications count as changes
-        self._rows.encoded(leaves)
-
-        def change(connection: sqlite3.Connection) -> Callable[[], None] | None:
-            home = self._open_home(connection, dispatched)
-            if home is None:
-                return None
-            ids = self._writer.write_member(connection, home, leaves)
-            progress = connection.execute(
-                "SELECT status, response_length FROM samples WHERE group_id = ?", (home.group_id,)
-            )
-            state = state_of(progress.fetchall())
-            if state != home.state:
-                connection.execute("UPDATE groups SET state = ? WHERE id = ?", (state, home.group_id))
-            return lambda: _mark([leaves], [(home.group_id, ids)])
-
-        return change
-
-    def _progressing(self, sample: Sample) -> Change | None:
-        if sample.journal_id is None:
-            return None
-        (leaf,) = self._rows.encoded([GroupLeaf(sample, None)])
-
-        def change(connection: sqlite3.Connection) -> None:
-            home = self._open_home(connection, sample)
-            if home is None:
-                return
-            self._writer.update(connection, home.row_id, leaf)
-            if home.state == "pending" and sample.response_length:
-                connection.execute("UPDATE groups SET state = 'partial' WHERE id = ?", (home.group_id,))
-
-        return change
-
-    def _now(self, change: Change | None) -> None:
+        change = self._producing(dispatched, produced)
         if change is None:
             return
         self._database.drain()
@@ -224,6 +149,53 @@ class Journal:
             after = change(connection)
         if after is not None:
             after()
+
+    async def record(self, dispatched: Sample, produced: Sample | list[Sample]) -> None:
+        """Do `produced` without blocking the event loop; returns after a group commit."""
+        if dispatched.journal_id is not None:
+            await self._database.write(lambda: self._producing(dispatched, produced))
+
+    async def record_progress(self, sample: Sample) -> None:
+        """Record the progress of a sample that is still generating."""
+
+        def progressing() -> Change:
+            columns = self._rows.columns(sample)
+
+            def change(connection: sqlite3.Connection) -> None:
+                home = self._open_home(connection, sample)
+                if home is None:
+                    return
+                self._writer.update(connection, home.row_id, columns)
+                if home.state == "pending" and sample.response_length:
+                    connection.execute("UPDATE groups SET state = 'partial' WHERE id = ?", (home.group_id,))
+
+            return change
+
+        if sample.journal_id is not None:
+            await self._database.write(progressing)
+
+    def _producing(self, dispatched: Sample, produced: Sample | list[Sample]) -> Change | None:
+        leaves = [GroupLeaf(leaf.sample, None, leaf.leaf) for leaf in flatten_group([produced])]
+        if dispatched.journal_id is None or not leaves:
+            return None
+        for leaf in leaves:
+            leaf.content = self._rows.content(leaf.sample)  # first, so that later modifications count as changes
+            leaf.columns = self._rows.columns(leaf.sample)
+
+        def change(connection: sqlite3.Connection) -> Callable[[], None] | None:
+            home = self._open_home(connection, dispatched)
+            if home is None:
+                return None
+            self._writer.write_member(connection, home, leaves)
+            progress = connection.execute(
+                "SELECT status, response_length FROM samples WHERE group_id = ?", (home.group_id,)
+            )
+            state = state_of(progress.fetchall())
+            if state != home.state:
+                connection.execute("UPDATE groups SET state = ? WHERE id = ?", (state, home.group_id))
+            return lambda: _mark([leaves])
+
+        return change
 
     def assign(
         self,
@@ -250,16 +222,16 @@ class Journal:
                 "UPDATE groups SET state = 'dropped', rollout_id = NULL, position = NULL WHERE rollout_id = ?",
                 (rollout_id,),
             )
-            written = self._writer.write_groups(connection, leaves, lambda _: "assigned", _is_free)
+            group_ids = self._writer.write_groups(connection, leaves, "assigned")
             connection.executemany(
                 "UPDATE groups SET rollout_id = ?, position = ? WHERE id = ?",
-                [(rollout_id, place, group_id) for place, (group_id, _) in enumerate(written)],
+                [(rollout_id, place, group_id) for place, group_id in enumerate(group_ids)],
             )
             connection.execute("INSERT OR REPLACE INTO rollouts VALUES (?, 'assigned', ?)", (rollout_id, text))
             self._drop(connection, dropped)
             _set_position(connection, position)
-        _mark(leaves, written)
-        self._writer.forget(row_id for _, ids in written for row_id in ids)
+        _mark(leaves)
+        self._writer.forget(leaf.row_id for group in leaves for leaf in group)
 
     def drop(self, groups: Sequence[Group]) -> None:
         """Record groups that will not be trained on, because a filter dropped them or they are stale."""
@@ -312,7 +284,11 @@ class Journal:
     def refer(self, rollout_id: int, row_ids: Iterable[int]) -> None:
         """Retain samples that the saved state of `rollout_id` refers to, as long as that checkpoint exists."""
         with self._database.transaction() as connection:
-            refer(connection, rollout_id, row_ids)
+            connection.execute("DELETE FROM referred WHERE checkpoint = ?", (rollout_id,))
+            connection.executemany(
+                "INSERT OR IGNORE INTO referred SELECT ?, group_id FROM samples WHERE id = ?",
+                [(rollout_id, row_id) for row_id in row_ids],
+            )
 
     def name(self) -> str:
         """Return the unique name of this journal; it is created on the first call."""
@@ -367,27 +343,21 @@ class Journal:
             return Writer(connection, self._rows)
 
     def _looked_at(self, groups: Sequence[Group]) -> list[list[GroupLeaf]]:
-        return [self._look_at(leaves) for group in groups if (leaves := flatten_group(group))]
+        found = [leaves for group in groups if (leaves := flatten_group(group))]
+        self._look_at(found)
+        return found
 
-    def _look_at(self, leaves: list[GroupLeaf]) -> list[GroupLeaf]:
-        """Compute the content keys of leaves whose rows may be unchanged, and return the leaves."""
-        for leaf in leaves:
-            if self._writer.knows(leaf.sample):
-                leaf.content = self._rows.content(leaf.sample)
-        return leaves
-
-    def _write(self, connection: sqlite3.Connection, groups: list[list[GroupLeaf]]) -> list[tuple[int, list[int]]]:
-        """Write groups outside of batches; their state follows from their samples."""
-
-        def state(leaves: list[GroupLeaf]) -> str:
-            return state_of((status_of(leaf.sample), leaf.sample.response_length) for leaf in leaves)
-
-        return self._writer.write_groups(connection, groups, state, _is_free)
+    def _look_at(self, groups: list[list[GroupLeaf]]) -> None:
+        """Compute the content keys of leaves whose rows may be unchanged."""
+        for leaves in groups:
+            for leaf in leaves:
+                if self._writer.knows(leaf.sample):
+                    leaf.content = self._rows.content(leaf.sample)
 
     def _handed_out_again(self, connection: sqlite3.Connection, leaves: list[GroupLeaf]) -> bool:
         """Mark a recorded group as handed out; False if the journal does not have it as one group."""
         homes = [self._writer.home(connection, leaf.sample) for leaf in leaves]
-        group_ids = {home.group_id if home is not None and _is_free(home) else None for home in homes}
+        group_ids = {home.group_id if home is not None and home.is_free else None for home in homes}
         if len(group_ids) != 1 or None in group_ids:
             return False
         connection.execute("UPDATE groups SET state = 'pending' WHERE id = ?", tuple(group_ids))
@@ -398,15 +368,11 @@ class Journal:
         return home if home is not None and home.state in OPEN else None
 
 
-def _is_free(home: RowLocation) -> bool:
-    return home.state in OPEN or home.state == "dropped"
-
-
-def _mark(groups: list[list[GroupLeaf]], written: list[tuple[int, list[int]]]) -> None:
+def _mark(groups: list[list[GroupLeaf]]) -> None:
     """Set the samples' row ids and mark content keys as written; call it only after the commit."""
-    for leaves, (_, ids) in zip(groups, written, strict=True):
-        for leaf, row_id in zip(leaves, ids, strict=True):
-            leaf.sample.journal_id = row_id
+    for leaves in groups:
+        for leaf in leaves:
+            leaf.sample.journal_id = leaf.row_id
             if leaf.content is not None:
                 leaf.content.is_in_file = True
 

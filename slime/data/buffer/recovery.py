@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import sqlite3
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from slime.config.plugins import present_path
-from slime.data.buffer.database import NOT_CONSUMED, OPEN
-from slime.data.buffer.rows import COLUMNS, UNUSABLE, GroupLeaf, RowCodec, rebuild_groups
+from slime.data.buffer.database import NOT_CONSUMED
+from slime.data.buffer.rows import COLUMNS, GroupLeaf, RowCodec, is_unusable, rebuild_groups
 from slime.data.readers import file_bytes, split_slice
 from slime.data.sample import Sample
 from slime.data.source import Group
@@ -102,17 +102,6 @@ def mark_for_replay(connection: sqlite3.Connection, start: int, *, forget_later:
     return [int(row[0]) for row in later]
 
 
-def unusable_rows(connection: sqlite3.Connection, rows: RowCodec) -> list[tuple[int, Sample]]:
-    """Find the rows that a restart cannot use, each with its failed sample."""
-    columns = ", ".join(f"samples.{name}" for name in COLUMNS)
-    found = connection.execute(
-        f"SELECT samples.id, {columns} FROM groups JOIN samples ON group_id = groups.id "
-        f"WHERE state IN {OPEN} OR state = 'assigned'"
-    )
-    looked_at = ((row_id, rows.sample_or_failure(row_id, values, check=True)) for row_id, *values in found)
-    return [(row_id, sample) for row_id, sample in looked_at if (sample.failure or "").startswith(UNUSABLE)]
-
-
 def drop_untrainable_batches(connection: sqlite3.Connection, batches: list[int]) -> list[int]:
     """Return the batches with anything to train on; the groups of the others are dropped."""
     useful = []
@@ -128,31 +117,31 @@ def drop_untrainable_batches(connection: sqlite3.Connection, batches: list[int])
     return useful
 
 
-def read_groups(connection: sqlite3.Connection, rows: RowCodec, where: str, values: tuple[object, ...]) -> list[Group]:
-    """Read the groups that match a condition, ordered by place in the batch or else by hand-out."""
+def read_leaves(
+    connection: sqlite3.Connection, rows: RowCodec, condition: str, values: tuple[object, ...] = (), *, check: bool
+) -> Iterator[GroupLeaf]:
+    """Read the samples that match an SQL condition; with `check`, invalid samples are failed ones."""
     columns = ", ".join(f"samples.{name}" for name in COLUMNS)
     found = connection.execute(
         f"SELECT group_id, samples.id, member, leaf, {columns} FROM groups JOIN samples ON group_id = groups.id "
-        f"WHERE {where} ORDER BY position, groups.id, member, leaf",
+        f"WHERE {condition}",
         values,
     )
-    return rebuild_groups(
-        (group_id, GroupLeaf(rows.sample_or_failure(row_id, values_of_row, check=False), member, leaf))
-        for group_id, row_id, member, leaf, *values_of_row in found
-    )
+    for group_id, row_id, member, leaf, *encoded in found:
+        sample = rows.sample_or_failure(row_id, encoded, check=check)
+        yield GroupLeaf(sample, member, leaf, row_id=row_id, group_id=group_id)
+
+
+def read_groups(connection: sqlite3.Connection, rows: RowCodec, where: str, values: tuple[object, ...]) -> list[Group]:
+    """Read the groups that match a condition, ordered by place in the batch or else by hand-out."""
+    ordered = f"{where} ORDER BY position, groups.id, member, leaf"
+    return rebuild_groups(read_leaves(connection, rows, ordered, values, check=False))
 
 
 def read_samples(connection: sqlite3.Connection, rows: RowCodec, row_ids: Sequence[int]) -> dict[int, Sample]:
     """Read the samples of existing, usable rows, by row id."""
-    query = f"SELECT {', '.join(COLUMNS)} FROM samples WHERE id = ?"
-    found: dict[int, Sample] = {}
-    for row_id in row_ids:
-        columns = connection.execute(query, (row_id,)).fetchone()
-        if columns is not None:
-            sample = rows.sample_or_failure(row_id, columns, check=True)
-            if not (sample.failure or "").startswith(UNUSABLE):
-                found[row_id] = sample
-    return found
+    found = (leaf for one in row_ids for leaf in read_leaves(connection, rows, "samples.id = ?", (one,), check=True))
+    return {leaf.row_id: leaf.sample for leaf in found if not is_unusable(leaf.sample)}
 
 
 def name_of(connection: sqlite3.Connection) -> str | None:

@@ -10,7 +10,7 @@ removes, not on the size of the journal.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from slime.data.buffer.rows import COLUMNS
 
@@ -42,15 +42,6 @@ def prune_consumed(connection: sqlite3.Connection, rollout_id: int, bound: int) 
         left = _cut(connection, oldest, bound if oldest == last else 0)
         total += left - size
     _set_total(connection, _ROLLOUTS, total)
-
-
-def refer(connection: sqlite3.Connection, checkpoint: int, row_ids: Iterable[int]) -> None:
-    """Retain the groups of samples that the data position of a checkpoint refers to, as long as it exists."""
-    connection.execute("DELETE FROM referred WHERE checkpoint = ?", (checkpoint,))
-    connection.executemany(
-        "INSERT OR IGNORE INTO referred SELECT ?, group_id FROM samples WHERE id = ?",
-        [(checkpoint, row_id) for row_id in row_ids],
-    )
 
 
 def release(connection: sqlite3.Connection, kept: Collection[int]) -> None:

@@ -16,6 +16,7 @@ import json
 import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,18 +27,13 @@ from slime.data.buffer.codec import Codec
 from slime.data.columns import PackedArray, packed
 from slime.data.counters import PrefixCacheInfo, SpecInfo
 from slime.data.sample import COLUMNS as SAMPLE_COLUMNS
-from slime.data.sample import Reward, Sample
+from slime.data.sample import Sample
 from slime.data.source import Group
 from slime.data.validation import BadSample, check_sample, reset_invalid_fields
 from slime.storage.json_types import JsonMapping
 
-_COLUMNS = tuple((name, name.encode()) for name in SAMPLE_COLUMNS)
-_TEXTS = (("prompt", b"prompt"), ("response", b"response"))
 _TEXT = struct.Struct("<qq")
-_COUNTERS: tuple[tuple[str, type[SpecInfo] | type[PrefixCacheInfo]], ...] = (
-    ("spec_info", SpecInfo),
-    ("prefix_cache_info", PrefixCacheInfo),
-)
+_COUNTERS = ("spec_info", "prefix_cache_info")
 _DEFAULTS = vars(Sample())
 
 
@@ -47,52 +43,6 @@ class ContentKey:
 
     key: bytes
     is_in_file: bool = False
-
-
-def content_key_of(sample: Sample, codec: Codec) -> ContentKey:
-    """Compute the content key of a sample; a `UserError` names a value that the journal cannot store."""
-    fields = dict(vars(sample))
-    fields["journal_id"] = None
-    fields["status"] = sample.status.value
-    for name, counters in _COUNTERS:
-        if isinstance(held := fields.get(name), counters):
-            fields[name] = vars(held)
-    parts: list[bytes] = []
-    for name, in_bytes in _COLUMNS:
-        value = fields.get(name)
-        column = value if type(value) is PackedArray else packed(value, narrow=name == "loss_mask")
-        if column is None:  # absent, or not a column of numbers
-            continue
-        if column.digest is None:
-            column.digest = f"{column.array.dtype.str:4}".encode() + _digest(column.array)
-        fields[name] = None
-        parts += in_bytes, column.digest
-    for name, in_bytes in _TEXTS:
-        if type(text := fields.get(name)) is str:
-            fields[name] = None
-            parts += in_bytes, _TEXT.pack(len(text), hash(text))
-    experts = fields.get("rollout_routed_experts")
-    if type(experts) is np.ndarray and not experts.dtype.hasobject:
-        fields["rollout_routed_experts"] = [str(experts.dtype), list(experts.shape)]
-        parts.append(_digest(experts))
-    small = codec.unique_bytes(fields, f"sample {sample.index}")
-    return ContentKey(xxhash.xxh3_128_digest(b"".join([small, *parts])))
-
-
-def nondefault_fields(sample: Sample) -> dict[str, object]:
-    """Return the non-default fields of a sample, and extra attributes set by plugins."""
-    fields: dict[str, object] = {}
-    for name, value in dict(vars(sample)).items():
-        if name in _DEFAULTS:
-            default = _DEFAULTS[name]
-            if value is default or (type(value) is type(default) and bool(value == default)):
-                continue
-        fields[name] = value
-    fields.pop("journal_id", None)
-    for name, counters in _COUNTERS:
-        if isinstance(held := fields.get(name), counters):
-            fields[name] = held.to_dict()
-    return fields
 
 
 def _digest(numbers: np.ndarray) -> bytes:
@@ -133,6 +83,9 @@ class GroupLeaf:
     columns: tuple[object, ...] = ()
     content: ContentKey | None = None
     """The content key of the columns; None if changes are not tracked."""
+    row_id: int = 0
+    group_id: int = 0
+    """The place in the journal, set when the leaf is written."""
 
 
 class RowCodec:
@@ -142,19 +95,48 @@ class RowCodec:
         self._codec = Codec()
         self._reward_key = reward_key
 
-    def encoded(self, leaves: list[GroupLeaf]) -> list[GroupLeaf]:
-        """Fill in the columns of the leaves and return them."""
-        for leaf in leaves:
-            leaf.columns = self.columns(leaf.sample)
-        return leaves
-
     def content(self, sample: Sample) -> ContentKey:
         """Compute the content key of a sample; a `UserError` names a value that the journal cannot store."""
-        return content_key_of(sample, self._codec)
+        fields = dict(vars(sample))
+        fields["journal_id"] = None
+        fields["status"] = sample.status.value
+        for name in _COUNTERS:
+            if isinstance(held := fields.get(name), SpecInfo | PrefixCacheInfo):
+                fields[name] = vars(held)
+        parts: list[bytes] = []
+        for name in SAMPLE_COLUMNS:
+            value = fields.get(name)
+            column = value if type(value) is PackedArray else packed(value, narrow=name == "loss_mask")
+            if column is None:  # absent, or not a column of numbers
+                continue
+            if column.digest is None:
+                column.digest = f"{column.array.dtype.str:4}".encode() + _digest(column.array)
+            fields[name] = None
+            parts += name.encode(), column.digest
+        for name in ("prompt", "response"):
+            if type(text := fields.get(name)) is str:
+                fields[name] = None
+                parts += name.encode(), _TEXT.pack(len(text), hash(text))
+        experts = fields.get("rollout_routed_experts")
+        if type(experts) is np.ndarray and not experts.dtype.hasobject:
+            fields["rollout_routed_experts"] = [str(experts.dtype), list(experts.shape)]
+            parts.append(_digest(experts))
+        small = self._codec.unique_bytes(fields, f"sample {sample.index}")
+        return ContentKey(xxhash.xxh3_128_digest(b"".join([small, *parts])))
 
     def columns(self, sample: Sample) -> tuple[object, ...]:
         """Return the values of `COLUMNS`; a `UserError` names a value that the journal cannot store."""
-        rest = nondefault_fields(sample)
+        rest: dict[str, object] = {}  # non-default fields, and extra attributes set by plugins
+        for name, value in dict(vars(sample)).items():
+            if name in _DEFAULTS:
+                default = _DEFAULTS[name]
+                if value is default or (type(value) is type(default) and bool(value == default)):
+                    continue
+            rest[name] = value
+        rest.pop("journal_id", None)
+        for name in _COUNTERS:
+            if isinstance(held := rest.get(name), SpecInfo | PrefixCacheInfo):
+                rest[name] = held.to_dict()
         status = status_of(sample)
         if status == GENERATED:
             rest["status"] = sample.status.value
@@ -164,10 +146,20 @@ class RowCodec:
         if type(sample.weight_versions) is list and all(type(version) is str for version in sample.weight_versions):
             rest.pop("weight_versions", None)
             versions = json.dumps(sample.weight_versions)
+        reward: float | None = None
+        if type(sample.reward) is float and not math.isnan(sample.reward):
+            reward = sample.reward
+            rest.pop("reward", None)
+        else:
+            number = sample.reward
+            if isinstance(number, dict):
+                number = None if self._reward_key is None else number.get(self._reward_key)
+            with suppress(TypeError, ValueError, OverflowError):
+                reward = None if number is None else float(number)
         values = (
             _whole(rest, "index", sample.index, None),
             status,
-            self._reward(rest, sample.reward),
+            reward,
             _whole(rest, "response_length", sample.response_length, 0),
             versions,
             _text(rest, "prompt", sample.prompt),
@@ -210,21 +202,10 @@ class RowCodec:
                 return _failure(row_id, columns, sample, error)
         return sample
 
-    def _reward(self, rest: dict[str, object], reward: Reward | None) -> float | None:
-        if type(reward) is float and not math.isnan(reward):
-            rest.pop("reward", None)
-            return reward
-        value = (
-            reward
-            if not isinstance(reward, dict)
-            else None
-            if self._reward_key is None
-            else reward.get(self._reward_key)
-        )
-        try:
-            return None if value is None else float(value)
-        except (TypeError, ValueError, OverflowError):
-            return None
+
+def is_unusable(sample: Sample) -> bool:
+    """True if the sample stands for an unusable row."""
+    return (sample.failure or "").startswith(UNUSABLE)
 
 
 def _failure(row_id: int, columns: Sequence[object], found: Sample, error: Exception) -> Sample:
@@ -264,19 +245,19 @@ def flatten_group(group: Group | Sample) -> list[GroupLeaf]:
     return leaves
 
 
-def rebuild_groups(leaves: Iterable[tuple[int, GroupLeaf]]) -> list[Group]:
-    """Invert `flattened`: rebuild groups from leaves in order, each with the id of its group."""
+def rebuild_groups(leaves: Iterable[GroupLeaf]) -> list[Group]:
+    """Invert `flatten_group`: rebuild groups from leaves in order, by the ids of their groups."""
     groups: dict[int, Any] = {}
     members: dict[tuple[int, int], list[Sample]] = {}
-    for group_id, leaf in leaves:
+    for leaf in leaves:
         if leaf.member is None:
-            groups[group_id] = leaf.sample
+            groups[leaf.group_id] = leaf.sample
             continue
-        group = groups.setdefault(group_id, [])
+        group = groups.setdefault(leaf.group_id, [])
         if leaf.leaf is None:
             group.append(leaf.sample)
             continue
-        place = group_id, leaf.member
+        place = leaf.group_id, leaf.member
         if place not in members:
             members[place] = []
             group.append(members[place])

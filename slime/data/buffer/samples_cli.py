@@ -16,14 +16,14 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain, islice
 from pathlib import Path
 from typing import NoReturn
 
 import numpy as np
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.table import Table
 
@@ -60,6 +60,8 @@ class TableColumn:
     cell: Callable[[JournaledSample], str]
     right: bool = False
     needs_room: bool = False
+    is_cut: bool = False
+    """Long cells are cut to `_MOST_LABEL` or `_MOST_LABEL_NARROW` characters."""
 
 
 def samples_table(shown: Sequence[JournaledSample], prompts: Sequence[str], width: int, *, evaluations: bool) -> Table:
@@ -72,35 +74,32 @@ def samples_table(shown: Sequence[JournaledSample], prompts: Sequence[str], widt
         messages = prompt if isinstance(prompt, list) else []
         asked = [message for message in messages if isinstance(message, dict) and message.get("role") == "user"]
         text = format_value(asked[-1].get("content")) if asked else format_prompt(prompt)
-        texts.append((_line(core(text, before, after)), _line(record.sample.response)))
-    wanted = [max(_LEAST_TEXT, *map(cell_len, side)) for side in zip(*texts, strict=True)]
-    wide = width - _width(columns, shown, gap=2, short=False) - 2 >= min(_ROOMY, sum(wanted))
-    if not wide:
-        columns = [column for column in columns if not column.needs_room]
-    gap = 2 if wide else 1
-    rest = width - _width(columns, shown, gap=gap, short=not wide) - gap
-    for_prompt, for_response = wanted
+        if len(text) > len(before) + len(after) and text.startswith(before) and text.endswith(after):
+            text = text[len(before) : len(text) - len(after)]
+        texts.append((_line(text), _line(record.sample.response)))
+    for_prompt, for_response = (max(_LEAST_TEXT, *map(cell_len, side)) for side in zip(*texts, strict=True))
+    for gap, is_wide in ((2, True), (1, False)):
+        if not is_wide:
+            columns = [column for column in columns if not column.needs_room]
+        table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, gap, 0, 0))
+        rest = width - gap
+        for column in columns:
+            heading = column.name if is_wide else column.short
+            most = None if not column.is_cut else _MOST_LABEL if is_wide else _MOST_LABEL_NARROW
+            side: JustifyMethod = "right" if column.right else "left"
+            table.add_column(heading, justify=side, no_wrap=True, overflow="ellipsis", max_width=most)
+            cells = max((cell_len(column.cell(record)) for record in shown), default=0)
+            rest -= max(cells if most is None else min(cells, most), len(heading)) + gap
+        if rest >= min(_ROOMY, for_prompt + for_response):
+            break
     if for_prompt + for_response > rest:  # two fifths and three fifths of the width, if both texts are long
         for_prompt = min(for_prompt, max(rest * 2 // 5, rest - for_response))
         for_response = min(for_response, rest - for_prompt)
-    table = Table(box=None, header_style="bold", pad_edge=False, padding=(0, gap, 0, 0))
-    for column in columns:
-        heading = column.name if wide else column.short
-        most = _most(column, short=not wide)
-        table.add_column(
-            heading, justify="right" if column.right else "left", no_wrap=True, overflow="ellipsis", max_width=most
-        )
     for heading, room in (("prompt", for_prompt), ("response", for_response)):
         table.add_column(heading, no_wrap=True, overflow="ellipsis", width=max(room, _LEAST_TEXT))
     for record, sides in zip(shown, texts, strict=True):
         table.add_row(*(escape(column.cell(record)) for column in columns), *map(escape, sides))
     return table
-
-
-def versions(found: Sequence[str]) -> str:
-    """Format weight versions as the first and the last one."""
-    distinct = list(dict.fromkeys(found))
-    return "..".join(distinct[:1] + distinct[1:][-1:])
 
 
 def shared_ends(prompts: Sequence[str]) -> tuple[str, str]:
@@ -115,11 +114,10 @@ def shared_ends(prompts: Sequence[str]) -> tuple[str, str]:
     return before, after[min(starts) :] if starts else ""
 
 
-def core(prompt: str, before: str, after: str) -> str:
-    """Cut the common start and end from a prompt."""
-    if len(prompt) <= len(before) + len(after) or not (prompt.startswith(before) and prompt.endswith(after)):
-        return prompt
-    return prompt[len(before) : len(prompt) - len(after)]
+def _versions(found: Sequence[str]) -> str:
+    """Format weight versions as the first and the last one."""
+    distinct = list(dict.fromkeys(found))
+    return "..".join(distinct[:1] + distinct[1:][-1:])
 
 
 def _common_start(texts: Sequence[str]) -> str:
@@ -131,7 +129,7 @@ def _common_start(texts: Sequence[str]) -> str:
 def _columns(shown: Sequence[JournaledSample], evaluations: bool) -> list[TableColumn]:
     if evaluations:
         place = [TableColumn("step", "step", lambda r: _number(r.step), right=True)]
-        place.append(TableColumn("dataset", "dataset", lambda r: _line(r.dataset or "")))
+        place.append(TableColumn("dataset", "dataset", lambda r: _line(r.dataset or ""), is_cut=True))
     else:
         place = [
             TableColumn("group", "group", lambda r: _number(r.sample.group_index), right=True, needs_room=True),
@@ -139,35 +137,18 @@ def _columns(shown: Sequence[JournaledSample], evaluations: bool) -> list[TableC
             TableColumn("rollout", "roll", lambda r: _number(r.rollout_id), right=True),
         ]
         if any(record.sample.task for record in shown):
-            place.append(TableColumn("task", "task", lambda r: _line(str(r.sample.task or ""))))
+            place.append(TableColumn("task", "task", lambda r: _line(str(r.sample.task or "")), is_cut=True))
     columns = [
         TableColumn("index", "#", lambda r: _number(r.sample.index), right=True),
         *place,
         TableColumn("status", "status", lambda r: r.sample.status.value),
         TableColumn("reward", "reward", lambda r: "" if r.reward is None else f"{r.reward:.4g}", right=True),
         TableColumn("tokens", "tok", lambda r: _number(r.sample.response_length), right=True),
-        TableColumn("weights", "ver", lambda r: _line(versions(r.sample.weight_versions))),
+        TableColumn("weights", "ver", lambda r: _line(_versions(r.sample.weight_versions))),
     ]
     if any(record.sample.label is not None for record in shown):
-        columns.append(TableColumn("label", "label", lambda r: _line(format_value(r.sample.label))))
+        columns.append(TableColumn("label", "label", lambda r: _line(format_value(r.sample.label)), is_cut=True))
     return columns
-
-
-def _width(columns: Sequence[TableColumn], shown: Sequence[JournaledSample], *, gap: int, short: bool) -> int:
-    """Return the width of all columns except prompt and response, with the gaps after them."""
-    total = 0
-    for column in columns:
-        cells = max((cell_len(column.cell(record)) for record in shown), default=0)
-        most = _most(column, short=short)
-        total += max(cells if most is None else min(cells, most), len(column.short if short else column.name)) + gap
-    return total
-
-
-def _most(column: TableColumn, *, short: bool) -> int | None:
-    """Return the maximum width of a column; None: no limit."""
-    if column.name not in ("label", "dataset", "task"):
-        return None
-    return _MOST_LABEL_NARROW if short else _MOST_LABEL
 
 
 def _line(text: str) -> str:
@@ -370,20 +351,10 @@ def _choice(options: argparse.Namespace) -> Choice:
     for name in ("state", "rollout", "group") if evaluations else ():
         if getattr(options, name) is not None:
             raise UserError(f"--{name}: applies only to training samples; with --eval give --step or --dataset")
-    return Choice(
-        state=options.state,
-        rollout=options.rollout,
-        group=options.group,
-        sample=options.sample if options.sample_whole is None else options.sample_whole,
-        min_reward=options.min_reward,
-        max_reward=options.max_reward,
-        status=options.status,
-        evaluations=evaluations,
-        step=options.step,
-        dataset=options.dataset,
-        sort=options.sort,
-        descending=options.descending,
-    )
+    given = {**vars(options), "evaluations": evaluations}
+    if options.sample_whole is not None:
+        given["sample"] = options.sample_whole
+    return Choice(**{field.name: given[field.name] for field in fields(Choice)})
 
 
 def _decoder(console: Console, run: str, tokenizer: str | None) -> TokenDecoder | None:

@@ -78,7 +78,7 @@ class JournalSampleLookup:
 
 def open_journal(config: Config, path: Path, prompt_files: Sequence[str] | None = None) -> Journal:
     """Open the journal of a run at `path` with the settings of its flags."""
-    return Journal.open(
+    return Journal(
         path,
         run_identity(config, prompt_files),
         keep=config.keep_samples,

@@ -9,12 +9,12 @@ content is unchanged is not written again (`slime.data.buffer.rows`).
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from slime.data.buffer.rows import COLUMNS, ContentKey, GroupLeaf, RowCodec
+from slime.data.buffer.database import OPEN
+from slime.data.buffer.rows import COLUMNS, ContentKey, GroupLeaf, RowCodec, state_of, status_of
 from slime.data.sample import Sample
 
 _NAMES = ("id", "group_id", "member", "leaf", *COLUMNS)
@@ -40,18 +40,9 @@ class RowLocation(NamedTuple):
     state: str
 
     @property
-    def place(self) -> tuple[int, int | None, int | None]:
-        """The group id, member and leaf of the row."""
-        return self.group_id, self.member, self.leaf
-
-
-@dataclass(slots=True)
-class _Row:
-    """A row to write; it replaces an existing row with this id."""
-
-    row_id: int
-    group_id: int
-    leaf: GroupLeaf
+    def is_free(self) -> bool:
+        """True if the row may be modified: its group is in no batch."""
+        return self.state in OPEN or self.state == "dropped"
 
 
 class Writer:
@@ -81,130 +72,104 @@ class Writer:
         for row_id in row_ids:
             self._contents.pop(row_id, None)
 
-    def new_group(self, connection: sqlite3.Connection, leaves: list[GroupLeaf], state: str) -> tuple[int, list[int]]:
-        """Insert a group; returns its id and the ids of its samples."""
-        group_id = self._insert_group(connection, leaves, state)
-        ids = [self._next_sample() for _ in leaves]
-        self._put(connection, _rows_of(group_id, leaves, ids))
-        return group_id, ids
-
     def write_groups(
-        self,
-        connection: sqlite3.Connection,
-        groups: list[list[GroupLeaf]],
-        state: Callable[[list[GroupLeaf]], str],
-        reusable: Callable[[RowLocation], bool],
-    ) -> list[tuple[int, list[int]]]:
-        """Write the state of groups and changed content; returns each group's id with the ids of its samples.
+        self, connection: sqlite3.Connection, groups: Sequence[list[GroupLeaf]], state: str | None = None
+    ) -> list[int]:
+        """Write the state of groups and changed content; returns the ids of the groups and sets those of the leaves.
 
-        A group reuses the group row of its first known sample, if that row is `reusable` and not taken by another group
-        of the same call. Samples that left their groups are deleted.
+        Without `state`, a group's state follows from its samples. A group reuses the group row of its first known
+        sample, if that row is free and not taken by another group of the same call. Samples that left their groups are
+        deleted.
         """
-        homes = self._homes(connection, [leaf.sample for leaves in groups for leaf in leaves], reusable)
-        touched = {home.group_id for home in homes if home is not None}
-        written: list[tuple[int, list[int]]] = []
+        known_ids = [leaf.sample.journal_id for leaves in groups for leaf in leaves]
+        wanted = [row_id for row_id in known_ids if row_id is not None]
+        found: dict[int | None, RowLocation] = {}
+        for begin in range(0, len(wanted), _AT_ONCE):
+            some = wanted[begin : begin + _AT_ONCE]
+            query = f"{_HOMES} IN ({', '.join('?' * len(some))})"
+            found |= {row[0]: place for row in connection.execute(query, some) if (place := RowLocation(*row)).is_free}
+        following = (found.get(row_id) for row_id in known_ids)
+        group_ids: list[int] = []
         old_groups: list[tuple[str, int]] = []
-        rows: list[_Row] = []
+        rows: list[GroupLeaf] = []
         used: set[int] = set()
         claimed: set[int] = set()
-        following = iter(homes)
         for leaves in groups:
-            own = list(islice(following, len(leaves)))
-            free = (home.group_id for home in own if home is not None and home.group_id not in claimed)
+            homes = list(islice(following, len(leaves)))
+            new_state = state or state_of((status_of(leaf.sample), leaf.sample.response_length) for leaf in leaves)
+            free = (home.group_id for home in homes if home is not None and home.group_id not in claimed)
             group_id = next(free, None)
             if group_id is None:
-                group_id = self._insert_group(connection, leaves, state(leaves))
+                self._last_group = group_id = self._last_group + 1
+                connection.execute(
+                    "INSERT INTO groups (id, group_index, state) VALUES (?, ?, ?)",
+                    (group_id, leaves[0].sample.group_index, new_state),
+                )
             else:
-                old_groups.append((state(leaves), group_id))
+                old_groups.append((new_state, group_id))
             claimed.add(group_id)
-            ids = []
-            for leaf, home in zip(leaves, own, strict=True):
-                row_id = self._next_sample() if home is None or home.row_id in used else home.row_id
-                used.add(row_id)
-                ids.append(row_id)
-                known = self._contents.get(row_id)
-                content = leaf.content
+            group_ids.append(group_id)
+            for leaf, home in zip(leaves, homes, strict=True):
+                is_new = home is None or home.row_id in used
+                leaf.group_id, leaf.row_id = group_id, self._next_sample() if home is None or is_new else home.row_id
+                used.add(leaf.row_id)
+                known, content = self._contents.get(leaf.row_id), leaf.content
                 is_written = known is not None and known.is_in_file and content is not None and known.key == content.key
-                if home is None or home.row_id != row_id or not is_written:
-                    rows.append(_Row(row_id, group_id, leaf))
-                elif home.place != (group_id, leaf.member, leaf.leaf):
-                    connection.execute(_MOVE, (group_id, leaf.member, leaf.leaf, row_id))
-            written.append((group_id, ids))
+                if home is None or is_new or not is_written:
+                    rows.append(leaf)
+                elif (home.group_id, home.member, home.leaf) != (group_id, leaf.member, leaf.leaf):
+                    connection.execute(_MOVE, (group_id, leaf.member, leaf.leaf, leaf.row_id))
         connection.executemany(_SET_STATE, old_groups)
         self._put(connection, rows)
+        touched = {place.group_id for place in found.values()}
         for group_id in touched:
             held = connection.execute("SELECT id FROM samples WHERE group_id = ?", (group_id,))
             if left_over := [row_id for (row_id,) in held if row_id not in used]:
                 self._delete(connection, left_over)
         connection.executemany("DELETE FROM groups WHERE id = ?", [(group_id,) for group_id in touched - claimed])
-        return written
+        return group_ids
 
-    def write_member(self, connection: sqlite3.Connection, home: RowLocation, leaves: list[GroupLeaf]) -> list[int]:
-        """Replace the rows of one dispatched sample with its results; returns the row ids.
+    def write_member(self, connection: sqlite3.Connection, home: RowLocation, leaves: list[GroupLeaf]) -> None:
+        """Replace the rows of one dispatched sample with its results, and set their row ids.
 
         The first result gets the row id of the dispatched sample, so that copies made before the dispatch stay valid.
         """
-        old = {
-            int(row[0])
-            for row in connection.execute(
-                "SELECT id FROM samples WHERE group_id = ? AND member IS ?", (home.group_id, home.member)
-            )
-        }
+        held = connection.execute(
+            "SELECT id FROM samples WHERE group_id = ? AND member IS ?", (home.group_id, home.member)
+        )
+        old = {int(row_id) for (row_id,) in held}
         ids: list[int] = []
         for leaf in leaves:
             own = leaf.sample.journal_id if ids else home.row_id
-            ids.append(own if own is not None and own in old and own not in ids else self._next_sample())
-            leaf.member = home.member
+            leaf.row_id = own if own is not None and own in old and own not in ids else self._next_sample()
+            leaf.group_id, leaf.member = home.group_id, home.member
+            ids.append(leaf.row_id)
         self._delete(connection, old - set(ids))
-        self._put(connection, _rows_of(home.group_id, leaves, ids))
-        return ids
+        self._put(connection, leaves)
 
-    def update(self, connection: sqlite3.Connection, row_id: int, leaf: GroupLeaf) -> None:
+    def update(self, connection: sqlite3.Connection, row_id: int, columns: tuple[object, ...]) -> None:
         """Write new content into one row."""
         self._contents.pop(row_id, None)
-        connection.execute(_UPDATE, (*leaf.columns, row_id))
-
-    def _homes(
-        self, connection: sqlite3.Connection, samples: Sequence[Sample], reusable: Callable[[RowLocation], bool]
-    ) -> list[RowLocation | None]:
-        """Find the `reusable` rows of many samples."""
-        wanted = [sample.journal_id for sample in samples if sample.journal_id is not None]
-        found: dict[int | None, RowLocation] = {}
-        for begin in range(0, len(wanted), _AT_ONCE):
-            some = wanted[begin : begin + _AT_ONCE]
-            query = f"{_HOMES} IN ({', '.join('?' * len(some))})"
-            found |= {row[0]: home for row in connection.execute(query, some) if reusable(home := RowLocation(*row))}
-        return [found.get(sample.journal_id) for sample in samples]
-
-    def _insert_group(self, connection: sqlite3.Connection, leaves: list[GroupLeaf], state: str) -> int:
-        self._last_group += 1
-        index = leaves[0].sample.group_index if leaves else None
-        connection.execute(
-            "INSERT INTO groups (id, group_index, state) VALUES (?, ?, ?)", (self._last_group, index, state)
-        )
-        return self._last_group
+        connection.execute(_UPDATE, (*columns, row_id))
 
     def _next_sample(self) -> int:
         self._last_sample += 1
         return self._last_sample
 
-    def _put(self, connection: sqlite3.Connection, rows: Iterable[_Row]) -> None:
+    def _put(self, connection: sqlite3.Connection, leaves: Iterable[GroupLeaf]) -> None:
         """Write rows one by one; rows that are not encoded yet are encoded lazily, so only one is in memory."""
-        connection.executemany(_PUT, map(self._values, rows))
 
-    def _values(self, row: _Row) -> tuple[object, ...]:
-        leaf = row.leaf
-        if leaf.content is None:
-            self._contents.pop(row.row_id, None)
-        else:
-            self._contents[row.row_id] = leaf.content
-        return row.row_id, row.group_id, leaf.member, leaf.leaf, *(leaf.columns or self._rows.columns(leaf.sample))
+        def values(leaf: GroupLeaf) -> tuple[object, ...]:
+            if leaf.content is None:
+                self._contents.pop(leaf.row_id, None)
+            else:
+                self._contents[leaf.row_id] = leaf.content
+            columns = leaf.columns or self._rows.columns(leaf.sample)
+            return leaf.row_id, leaf.group_id, leaf.member, leaf.leaf, *columns
+
+        connection.executemany(_PUT, map(values, leaves))
 
     def _delete(self, connection: sqlite3.Connection, row_ids: Iterable[int]) -> None:
-        gone = [(row_id,) for row_id in row_ids]
-        connection.executemany("DELETE FROM samples WHERE id = ?", gone)
-        self.forget(row_id for (row_id,) in gone)
-
-
-def _rows_of(group_id: int, leaves: list[GroupLeaf], ids: list[int]) -> list[_Row]:
-    return [_Row(row_id, group_id, leaf) for row_id, leaf in zip(ids, leaves, strict=True)]
+        gone = list(row_ids)
+        connection.executemany("DELETE FROM samples WHERE id = ?", [(row_id,) for row_id in gone])
+        self.forget(gone)
