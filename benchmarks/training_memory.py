@@ -209,7 +209,7 @@ class Rank:
         self.trainer.train(rollout_id, rank_shares(batch, schedule)[self.place["data_rank"]])
 
     def export(self, out: Path) -> None:
-        self.trainer.export_weights(str(out), 1)
+        self.trainer.sender.export_weights(str(out), 1)
 
 
 def run_ranks(case: Case, scratch: Path) -> list[dict[str, dict[str, int]]]:

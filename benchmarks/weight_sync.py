@@ -64,10 +64,11 @@ class MeasuredTrainers(TrainerGroup):
 
     parts: Sequence[dict[str, Any]] = ()
 
-    def export_delta(self, out_dir: str | Path, version: int, base_version: int) -> list[dict[str, Any]]:
-        parts = super().export_delta(out_dir, version, base_version)
-        self.parts = parts
-        return parts
+    def call(self, verb: str, **params: object) -> list[Any]:
+        answers = super().call(verb, **params)
+        if verb == "export_delta":
+            self.parts = answers
+        return answers
 
 
 class MeasuredEngine(EngineClient):

@@ -236,7 +236,7 @@ def _train(config: Any, rollouts: Any, which: range, work: Path) -> Iterator[tup
     with TrainerGroup(config, device="cpu", run_dir=work / "run") as group:
         if group.start() != which.start:
             raise SystemExit(f"training began at another rollout than {which.start}")
-        group.export_weights(work / "weights", version=which.start)
+        _export(group, work / "weights", which.start)
         for rollout_id in which:
             groups = [
                 [Sample(**facts, status=Sample.Status.COMPLETED) for facts in group] for group in rollouts[rollout_id]
@@ -245,10 +245,18 @@ def _train(config: Any, rollouts: Any, which: range, work: Path) -> Iterator[tup
                 for sample in (sample for group in groups for sample in group):
                     sample.version_spans = [[str(max(rollout_id - 1, 0)), sample.response_length]]
             result = group.train(rollout_id, groups)
-            paths = group.export_weights(work / "weights", version=rollout_id + 1)
+            paths = _export(group, work / "weights", rollout_id + 1)
             if config.save is not None:
                 group.save(rollout_id)
             yield rollout_id, result, paths
+
+
+def _export(group: Any, folder: Path, version: int) -> list[Path]:
+    if not hasattr(group, "call"):  # a REV from before trainers were called by the names of their methods
+        older: list[Path] = group.export_weights(folder, version=version)
+        return older
+    written = group.call("export_weights", out_dir=str(folder), version=version)
+    return sorted(Path(path) for paths in written for path in paths)
 
 
 def _config(run: Run, inputs: Path, work: Path, *, load: bool) -> Any:

@@ -44,7 +44,7 @@ class GpuTimeSharing:
                 self._away = [WEIGHTS, CACHE]
         if self._are_asleep and self._parts.trainers is not None:
             with self._timed("wake"), self._parts.trainers_at_work():
-                self._parts.trainers.wake()
+                self._parts.trainers.call("wake")
                 self._are_asleep = False
         self._enter("train")
 
@@ -58,7 +58,7 @@ class GpuTimeSharing:
         if self._offload_train and not self._are_asleep and self._parts.trainers is not None:
             self._enter("sleep")
             with self._timed("sleep"), self._parts.trainers_at_work():
-                self._parts.trainers.sleep()
+                self._parts.trainers.call("sleep")
                 self._are_asleep = True
         self._resume(WEIGHTS)
         self._resume(CACHE)

@@ -20,7 +20,7 @@ from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from slime.cluster.devices import split_cores, threads_per_process
 from slime.cluster.local import LocalCluster
@@ -189,7 +189,7 @@ class RankProcesses:
             "LOCAL_WORLD_SIZE": str(len(peers)),
         }
 
-    def call(self, method: str, params: Sequence[JsonObject]) -> list[object]:
+    def call(self, method: str, params: Sequence[JsonObject]) -> list[Any]:
         """Send one request to every rank and return the answers in rank order."""
         if not self.ranks:
             raise RuntimeError(f"{method} was called on a trainer group that is not running")

@@ -10,7 +10,6 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -43,8 +42,9 @@ from slime.train.samples.rollout_data import RolloutData, collect, distribute, m
 from slime.train.samples.train_dump import dump_rows
 from slime.train.timers import RankProgress, Timers
 from slime.train.topology import Ranks
+from slime.train.verbs import Needs, verb
 from slime.train.weight_export.files import save_hf
-from slime.train.weight_export.sender import WeightSender, export_adapter
+from slime.train.weight_export.sender import WeightSender
 
 
 def make_builder(config: Config, world: Ranks, *, compute_dtype: torch.dtype, progress: RankProgress) -> Builder:
@@ -96,7 +96,6 @@ class Trainer:
         builder = make_builder(config, ranks, compute_dtype=self.dtype, progress=self.progress)
         self.topology = builder.topology
         self.timers = Timers(self.ranks.device)
-        self.sender = WeightSender(config, dtype=self.rollout_dtype, device=self.device_name)
         seed = config.seed + self.ranks.rank
         random.seed(seed)
         np.random.seed(seed % 2**32)
@@ -104,6 +103,7 @@ class Trainer:
         prepare_attention(ranks.device, self.dtype)
         self.critic = Critic(config, builder) if has_critic(config) else None
         self.actor = Actor(config, builder)
+        self.sender = WeightSender(config, self.actor, dtype=self.rollout_dtype, device=self.device_name)
         self.sleeper: TrainerOffload | None = None
         if config.offload_train and ranks.device.type == "cuda":
             models = [self.actor.backend, *([] if self.critic is None else [self.critic.backend])]
@@ -117,6 +117,7 @@ class Trainer:
         first = begin if config.start_rollout_id is None else config.start_rollout_id
         return {"begin": first, "data_rank": self.topology.data.rank, "data_size": self.topology.data.size}
 
+    @verb("nothing")
     def train(self, rollout_id: int, data: Share) -> JsonObject:
         """Run all optimizer steps of one rollout; `data` is this rank's part from `rank_shares`, or its location."""
         self.timers.clear()
@@ -160,12 +161,14 @@ class Trainer:
             answer["dump"] = dump_rows(columns, rank=self.ranks.rank)
         return answer
 
+    @verb("nothing")
     def sleep(self) -> None:
         """Offload the models to the host to free device memory for the engines (`--offload-train`); no-op on a CPU."""
         if self.sleeper is not None:
             self.progress.begin("moving the model to the host")
             self.sleeper.sleep()
 
+    @verb("nothing")
     def wake(self) -> None:
         """Bring the models back to the device."""
         if self.sleeper is not None:
@@ -173,15 +176,15 @@ class Trainer:
             self.sleeper.wake()
 
     @contextmanager
-    def awake(self, *, whole: bool) -> Iterator[None]:
-        """Keep the model on the device during the context, with the optimizer if `whole`; then offload it again."""
+    def awake(self, needs: Needs) -> Iterator[None]:
+        """Keep on the device what a verb needs during the context; then offload it again."""
         sleeper = self.sleeper
-        if sleeper is None:
+        if sleeper is None or needs == "nothing":
             yield
             return
         was_asleep = sleeper.is_asleep
-        sleeper.wake(with_optimizer=whole)
-        if whole:
+        sleeper.wake(with_optimizer=needs == "everything")
+        if needs == "everything":
             sleeper.settle()
         try:
             yield
@@ -189,6 +192,7 @@ class Trainer:
             if was_asleep:
                 sleeper.sleep()
 
+    @verb("everything")
     def save(self, rollout_id: int, folder: str | None = None, in_background: bool = False) -> str:
         """Write a checkpoint under `--save` or another folder and return its path; raises `NotWritten`.
 
@@ -214,6 +218,7 @@ class Trainer:
             commit(drafts, self.ranks, keep_count=self.config.ckpt_keep, added=lambda _: self.progress.tick())
         return str(drafts[-1].target)
 
+    @verb("nothing")
     def finish_save(self, patient: bool) -> str | None:
         """Return the checkpoint in progress, once, when it is complete; None if it is not complete or there is none."""
         if self.background is None:
@@ -222,62 +227,7 @@ class Trainer:
         saved = self.background.finish(patient=patient, tick=self.progress.tick)
         return None if saved is None else str(saved)
 
-    def export_weights(self, out_dir: str, version: int) -> list[str]:
-        """Write safetensors files with Hugging Face names for the engines; return the files of this rank."""
-        self.actor.remember_exported(version)
-        return [str(path) for path in self.sender.export(self.actor.backend, Path(out_dir), version=version)]
-
-    def export_delta(self, out_dir: str, version: int, base_version: int) -> JsonObject:
-        """Write this rank's share of the changes since `base_version` as a file of blobs."""
-        self.actor.remember_exported(version)
-        return self.sender.export_delta(self.actor.backend, Path(out_dir), version=version, base_version=base_version)
-
-    def weight_buckets(self) -> list[list[JsonObject]]:
-        """Return name, dtype and shape of each tensor in each bucket that `broadcast_weights` sends."""
-        return self.sender.buckets(self.actor.backend)
-
-    def join_engines(self, **meeting_point: Any) -> None:
-        """Join a process group with the engines on rank 0; the other ranks are not members."""
-        if self.ranks.rank == 0:
-            self.sender.join(**meeting_point)
-
-    def broadcast_weights(self, version: int) -> None:
-        """Send all buckets to the engines in the group."""
-        self.actor.remember_exported(version)
-        self.sender.broadcast(self.actor.backend)
-
-    def export_adapter(self, out_dir: str, version: int) -> list[str]:
-        """Write the files of the LoRA adapter on rank 0 (the others return an empty list)."""
-        self.actor.remember_exported(version)
-        return [str(path) for path in export_adapter(self.actor.backend, Path(out_dir), version=version)]
-
-    def adapter_buckets(self) -> tuple[JsonObject, list[list[JsonObject]]]:
-        """Return the adapter's config, and name, dtype and shape of each tensor in each bucket of its broadcast."""
-        return self.sender.adapter_buckets(self.actor.backend)
-
-    def broadcast_adapter(self, version: int) -> None:
-        """Send the adapter to the engines in the group."""
-        self.actor.remember_exported(version)
-        self.sender.broadcast_adapter(self.actor.backend)
-
-    def share_bucket(self, number: int, version: int, region: str | None) -> JsonObject:
-        """Put a bucket of weights into memory that engines open (`slime.train.weight_export.ipc`)."""
-        if number == 1:
-            self.actor.remember_exported(version)
-        return self.sender.shared.share(self.actor.backend, number, region)
-
-    def stop_sharing(self) -> None:
-        """End the update; the engines have copied all buckets."""
-        self.sender.shared.stop()
-
-    def leave_engines(self) -> None:
-        """Leave the engines' process group."""
-        self.sender.leave()
-
-    def weight_checksums(self) -> dict[str, str]:
-        """Compute the xxh3-128 of every tensor that this rank owns, as the engines should have it."""
-        return self.sender.checksums(self.actor.backend)
-
+    @verb()
     def save_hf(self, path: str) -> str:
         """Write a Hugging Face folder and return its path; raises `NotWritten`."""
         source, backend = self.config.hf_checkpoint, self.actor.backend

@@ -25,13 +25,12 @@ from slime.config import Config
 from slime.config.algorithm import uses_optional_importance_weights
 from slime.config.batch import tokens_per_row
 from slime.config.parallelism import shares_prompts
-from slime.data.sample import Sample
 from slime.errors import RunFailed
 from slime.storage.json_types import JsonObject
 from slime.train.checkpoints.errors import NotWritten
 from slime.train.checkpoints.staging import wait_until_latest
 from slime.train.flops import FlopsModel
-from slime.train.microbatch_plan import PromptGroups, Schedule, build_schedule
+from slime.train.microbatch_plan import PromptGroups, build_schedule
 from slime.train.node_paths import config_for_node, driver_paths
 from slime.train.processes import DEADLINE_FLAG, RankProcesses
 from slime.train.samples.batch import TrainBatch, batch_metrics, flatten_samples, make_train_batch
@@ -101,7 +100,7 @@ class TrainerGroup:
             {**by_node[id(slot.node)], "device": self.device, "meeting": meeting.to_dict()}
             for slot, meeting in zip(self.processes.slots, meetings, strict=True)
         ]
-        answers = self._call("init", params)
+        answers = self.processes.call("init", params)
         self._data_ranks, self._data_size = [answer["data_rank"] for answer in answers], answers[0]["data_size"]
         begin = int(answers[0]["begin"])
         if begin and config.load is not None:
@@ -114,9 +113,11 @@ class TrainerGroup:
         Steps have exactly `--global-batch-size` rollouts; the rest is carried over to the next call, unless this is the
         `last`.
         """
-        begin = time.perf_counter()
+        begin, config = time.perf_counter(), self.config
         with gc_paused():
-            fresh = self._make_batch(flatten_samples(samples_by_group))
+            is_custom = config.custom_convert_samples_to_train_data_path is not None
+            convert = make_custom_batch if is_custom else make_train_batch
+            fresh = convert(config, flatten_samples(samples_by_group))
             batch = prepend_carried(self._carried, fresh)
             if not any(fresh.response_lengths):
                 logger.warning(
@@ -128,7 +129,26 @@ class TrainerGroup:
                     return TrainResult(metrics=[], rollout_metrics=self._metrics_of(fresh))
                 batch = self._carried
             self._warn_missing_log_probs(rollout_id, batch)
-            schedule = self._schedule(batch, fill_last=last)
+            batch_size = config.global_batch_size
+            if batch_size is None:
+                batch_size = -(-len(set(batch.rollout_ids)) // (config.num_steps_per_rollout or 1))
+            lengths, costs = batch.total_lengths, None
+            if self._flops is not None:
+                by_length = {length: self._flops.sequence(length) for length in set(lengths)}
+                costs = [by_length[length] for length in lengths]
+            schedule = build_schedule(
+                lengths,
+                batch.rollout_ids,
+                num_ranks=self._data_size,
+                global_batch_size=batch_size,
+                micro_batch_size=config.micro_batch_size,
+                max_tokens=tokens_per_row(config),
+                trainable=batch.trainable,
+                costs=costs,
+                by_flops=config.balance_by_flops,
+                fill_last=last,
+                prompts=PromptGroups(batch.group_indices, batch.prompt_lengths) if shares_prompts(config) else None,
+            )
             self._carried = batch.select(schedule.left_over) if schedule.left_over else None
             rollout_metrics = self._metrics_of(fresh)
             shares = rank_shares(batch, schedule)
@@ -138,7 +158,7 @@ class TrainerGroup:
                 "rollout %d is not trained on yet: %d rollouts are waiting, and a step takes --global-batch-size %d",
                 rollout_id,
                 self._num_carried,
-                self.config.global_batch_size,
+                config.global_batch_size,
             )
             rollout_metrics |= {"perf/data_preprocess_time": prepared, "perf/train_time": prepared}
             return TrainResult(metrics=[], rollout_metrics=rollout_metrics)
@@ -146,13 +166,13 @@ class TrainerGroup:
             with gc_paused():
                 own = [shares[data_rank] for data_rank in self._data_ranks]
                 given = stack.enter_context(self._hand_over.given(own, self._here))
-            answers = self._call("train", [{"rollout_id": rollout_id, "data": data} for data in given])
+            answers = self.processes.call("train", [{"rollout_id": rollout_id, "data": data} for data in given])
         steps = answers[0]["metrics"]
         self._count_skipped(steps[:1] if answers[0]["is_skipped"] else steps, answers[0]["warnings"])
         rollout_metrics |= answers[0]["rollout_metrics"]
-        if self.config.save_debug_train_data is not None:
+        if config.save_debug_train_data is not None:
             one_each = {rank: answer["dump"] for rank, answer in zip(self._data_ranks, answers, strict=True)}
-            write_train_dump(self.config.save_debug_train_data, rollout_id, list(one_each.values()))
+            write_train_dump(config.save_debug_train_data, rollout_id, list(one_each.values()))
         rollout_metrics["perf/data_preprocess_time"] += prepared
         rollout_metrics["perf/train_time"] += prepared
         return TrainResult(answers[0]["metrics"], rollout_metrics, answers[0]["logged"], answers[0]["warnings"])
@@ -189,13 +209,9 @@ class TrainerGroup:
         metrics = batch_metrics(fresh, with_rewards=self.config.loss_type != "sft_loss")
         return metrics | {"rollout/carried_rollouts": float(self._num_carried)}
 
-    def sleep(self) -> None:
-        """Offload the models to free device memory for the engines (`--offload-train`); other calls load them again."""
-        self._call_same("sleep")
-
-    def wake(self) -> None:
-        """Bring the models back to the devices, for training."""
-        self._call_same("wake")
+    def call(self, verb: str, **params: object) -> list[Any]:
+        """Call a verb of every rank with the same parameters; return the answers in rank order."""
+        return self.processes.call(verb, [params] * self.world_size)
 
     def save(self, rollout_id: int, folder: str | None = None) -> Path:
         """Write carried rollouts, then a checkpoint, under `folder` or `--save`; return the checkpoint's path.
@@ -212,7 +228,7 @@ class TrainerGroup:
                 save_carried(folder, rollout_id, self._carried)
             except OSError as error:
                 raise NotWritten(f"cannot write the checkpoint of rollout {rollout_id} to {folder}: {error}") from error
-        answers = self._call_same(
+        answers = self.call(
             "save", rollout_id=rollout_id, folder=folder and self._shared(folder), in_background=in_background
         )
         saved = Path(answers[0])
@@ -230,7 +246,7 @@ class TrainerGroup:
         if self._saving is None:
             return None
         try:
-            if self._call_same("finish_save", patient=patient)[0] is None:
+            if self.call("finish_save", patient=patient)[0] is None:
                 return None
         except NotWritten:
             self._saving = None
@@ -239,74 +255,9 @@ class TrainerGroup:
         remove_stale(saved.parent)
         return int(saved.name.removeprefix("iter_"))
 
-    def export_weights(self, out_dir: str | Path, version: int) -> list[Path]:
-        """Write all weights as safetensors files, each by the rank that owns its tensors; return the files."""
-        written = self._call_same("export_weights", out_dir=self._shared(out_dir), version=version)
-        return sorted(Path(path) for paths in written for path in paths)
-
-    def export_delta(self, out_dir: str | Path, version: int, base_version: int) -> list[JsonObject]:
-        """Write the changes since `base_version`, one file per rank; return each rank's answer (a `DeltaPart`)."""
-        return self._call_same(
-            "export_delta", out_dir=self._shared(out_dir), version=version, base_version=base_version
-        )
-
-    def weight_buckets(self) -> list[list[JsonObject]]:
-        """Return name, dtype and shape of each tensor in each bucket of a broadcast."""
-        buckets: list[list[JsonObject]] = self._call_same("weight_buckets")[0]
-        return buckets
-
-    def join_engines(
-        self, *, address: str, port: int, world_size: int, name: str, backend: str, timeout_s: float
-    ) -> None:
-        """Join the engines' process group on rank 0; return when all engines have joined."""
-        self._call_same(
-            "join_engines",
-            address=address,
-            port=port,
-            world_size=world_size,
-            name=name,
-            backend=backend,
-            timeout_s=timeout_s,
-        )
-
-    def broadcast_weights(self, version: int) -> None:
-        """Send every bucket; return when the engines have all of them."""
-        self._call_same("broadcast_weights", version=version)
-
-    def share_bucket(self, number: int, version: int, region: str | None = None) -> JsonObject:
-        """Put a bucket into memory that other processes open: device memory, or a host region at the path `region`."""
-        shared: JsonObject = self._call_same("share_bucket", number=number, version=version, region=region)[0]
-        return shared
-
-    def stop_sharing(self) -> None:
-        """Free the shared device memory after all engines have the buckets."""
-        self._call_same("stop_sharing")
-
-    def export_adapter(self, out_dir: str | Path, version: int) -> list[Path]:
-        """Write the LoRA adapter in PEFT's format; return its files."""
-        paths = self._call_same("export_adapter", out_dir=self._shared(out_dir), version=version)[0]
-        return [Path(path) for path in paths]
-
-    def adapter_buckets(self) -> tuple[JsonObject, list[list[JsonObject]]]:
-        """Return the adapter's config for the engines, and its tensors as in `weight_buckets`."""
-        facts, buckets = self._call_same("adapter_buckets")[0]
-        return facts, buckets
-
-    def broadcast_adapter(self, version: int) -> None:
-        """Send the adapter's tensors; return when the engines have all of them."""
-        self._call_same("broadcast_adapter", version=version)
-
-    def leave_engines(self) -> None:
-        """Leave the engines' process group on rank 0, if there is one."""
-        self._call_same("leave_engines")
-
-    def weight_checksums(self) -> dict[str, str]:
-        """Compute the xxh3-128 of every tensor in the rollout's dtype."""
-        return {name: one for owned in self._call_same("weight_checksums") for name, one in owned.items()}
-
     def save_hf(self, path: str | Path) -> Path:
         """Write a Hugging Face folder; a `NotWritten` leaves the trainers as they were."""
-        return Path(self._call_same("save_hf", path=self._shared(path))[0])
+        return Path(self.call("save_hf", path=self._shared(path))[0])
 
     def stop(self) -> None:
         """Stop all ranks after a checkpoint in progress is complete; safe to call twice and after a failure."""
@@ -371,42 +322,6 @@ class TrainerGroup:
     def _num_carried(self) -> int:
         return 0 if self._carried is None else len(set(self._carried.rollout_ids))
 
-    def _make_batch(self, samples: list[Sample]) -> TrainBatch:
-        is_custom = self.config.custom_convert_samples_to_train_data_path is not None
-        return make_custom_batch(self.config, samples) if is_custom else make_train_batch(self.config, samples)
-
-    def _schedule(self, batch: TrainBatch, *, fill_last: bool) -> Schedule:
-        """Plan the optimizer steps of a batch."""
-        config, lengths, flops = self.config, batch.total_lengths, self._flops
-        batch_size = config.global_batch_size
-        if batch_size is None:
-            batch_size = -(-len(set(batch.rollout_ids)) // (config.num_steps_per_rollout or 1))
-        costs = None
-        if flops is not None:
-            by_length = {length: flops.sequence(length) for length in set(lengths)}
-            costs = [by_length[length] for length in lengths]
-        return build_schedule(
-            lengths,
-            batch.rollout_ids,
-            num_ranks=self._data_size,
-            global_batch_size=batch_size,
-            micro_batch_size=config.micro_batch_size,
-            max_tokens=tokens_per_row(config),
-            trainable=batch.trainable,
-            costs=costs,
-            by_flops=config.balance_by_flops,
-            fill_last=fill_last,
-            prompts=PromptGroups(batch.group_indices, batch.prompt_lengths) if shares_prompts(config) else None,
-        )
-
     def _shared(self, folder: str | Path) -> str:
         """Return the path of a folder that all ranks write to; it is absolute if ranks are on other machines."""
         return str(folder) if self.processes.are_here else os.path.abspath(folder)
-
-    def _call_same(self, method: str, **params: object) -> list[Any]:
-        """Send the same request to every rank."""
-        return self._call(method, [params] * self.world_size)
-
-    def _call(self, method: str, params: Sequence[JsonObject]) -> list[Any]:
-        """Send one request to every rank and return the answers in rank order."""
-        return self.processes.call(method, params)

@@ -84,11 +84,12 @@ class BroadcastPublisher(WeightPublisher):
 
     def _plan_buckets(self) -> Buckets:
         """Return the buckets that will be sent."""
-        return self._source.weight_buckets()
+        buckets: Buckets = self._source.call("weight_buckets")[0]
+        return buckets
 
     def _send(self, version: int) -> None:
         """Make the trainers send the buckets to the group."""
-        self._source.broadcast_weights(version)
+        self._source.call("broadcast_weights", version=version)
 
     async def _compare_shapes(self) -> None:
         if self._kind != "embedded":
@@ -108,7 +109,8 @@ class BroadcastPublisher(WeightPublisher):
         address, port = await asyncio.to_thread(self._meet, [client.base_url for client in self._clients])
         world_size = 1 + len(self._clients) * self._processes_per_engine
         joining = asyncio.to_thread(
-            self._source.join_engines,
+            self._source.call,
+            "join_engines",
             address=address,
             port=port,
             world_size=world_size,

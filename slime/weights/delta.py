@@ -173,7 +173,8 @@ class DeltaPublisher(DiskPublisher):
         if base is None:
             return self._stage_whole(version)
         with self._version_folder(version) as unfinished:
-            parts = [DeltaPart(**part) for part in self._source.export_delta(unfinished, version, base)]
+            written = self._source.call("export_delta", out_dir=str(unfinished), version=version, base_version=base)
+            parts = [DeltaPart(**part) for part in written]
             files = join_parts(
                 unfinished,
                 parts,

@@ -65,7 +65,7 @@ class DiskPublisher(WeightPublisher):
     def _stage(self, version: int) -> StagedVersion:
         """Write a version; its files get the names of a checkpoint, and an index."""
         with self._version_folder(version) as unfinished:
-            written = [Path(path) for path in self._source.export_weights(unfinished, version)]
+            written = export_weights(self._source, unfinished, version)
             names = [f"model-{number:05d}-of-{len(written):05d}.safetensors" for number in range(1, len(written) + 1)]
             weight_map: dict[str, str] = {}
             total_size = 0
@@ -121,6 +121,12 @@ def _remove_version(folder: Path) -> None:
     """Remove a version that a run wrote; a foreign folder with that name stays, and blocks the new version."""
     if is_marked(folder):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def export_weights(source: WeightSource, folder: Path, version: int) -> tuple[Path, ...]:
+    """Make each rank write the tensors it owns; return all files, sorted."""
+    written = source.call("export_weights", out_dir=str(folder), version=version)
+    return tuple(sorted(Path(path) for paths in written for path in paths))
 
 
 def file_bytes(paths: Iterable[Path]) -> int:

@@ -116,7 +116,7 @@ class SharedMemoryPublisher(WeightPublisher):
                     raise MemoryNotShared(why)
                 self._staging = StagingFolder(root, "weights")
             region = str(self._staging.path / "region")
-        shared = self._source.share_bucket(number, version, region)
+        shared: JsonObject = self._source.call("share_bucket", number=number, version=version, region=region)[0]
         if "refused" in shared:
             raise MemoryNotShared(f"the trainer cannot share memory: {shared['refused']}")
         return shared
@@ -166,4 +166,4 @@ class SharedMemoryPublisher(WeightPublisher):
         raise NotImplementedError("buckets go to all engines together")
 
     def _retire(self, staged: StagedVersion, version: int, *, arrived: bool) -> None:
-        self._source.stop_sharing()
+        self._source.call("stop_sharing")

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from slime.cluster.watchdog import named
 from slime.engine.http.client import EngineClient, PauseMode
@@ -33,61 +33,10 @@ Buckets = Sequence[Sequence[JsonObject]]
 
 
 class WeightSource(Protocol):
-    """Source of the weights: the trainers. A source may lack the methods that its transport does not use."""
+    """The trainers, whose verbs (`slime.train.weight_export.sender`) write and send weights."""
 
-    def export_weights(self, out_dir: Path, version: int) -> Sequence[Path]:
-        """Write HF-named tensors in the rollout dtype as safetensors files to `out_dir`, and return the files."""
-        ...
-
-    def export_delta(self, out_dir: Path, version: int, base_version: int) -> Sequence[JsonObject]:
-        """Write the changes since `base_version`; return the file, tensor names and statistics of each rank."""
-        ...
-
-    def weight_buckets(self) -> Buckets:
-        """Return the tensors in each bucket of a broadcast."""
-        ...
-
-    def join_engines(
-        self, *, address: str, port: int, world_size: int, name: str, backend: str, timeout_s: float
-    ) -> None:
-        """Join a process group with the engines as its rank 0; waits for the engines."""
-        ...
-
-    def broadcast_weights(self, version: int) -> None:
-        """Broadcast every bucket to that group."""
-        ...
-
-    def leave_engines(self) -> None:
-        """Leave that group."""
-        ...
-
-    def share_bucket(self, number: int, version: int, region: str | None = None) -> JsonObject:
-        """Put tensors into memory that engines on this machine can open: device memory, or a host region at a path.
-
-        Returns the location (`memory`), or the reason why it is impossible (`refused`). The first result of an update
-        also has `buckets`; it is one bucket if the memory has room for all tensors.
-        """
-        ...
-
-    def stop_sharing(self) -> None:
-        """Free the device memory once all engines have copied it."""
-        ...
-
-    def export_adapter(self, out_dir: Path, version: int) -> Sequence[Path]:
-        """Write the trained LoRA adapter in PEFT's format, and return the files."""
-        ...
-
-    def adapter_buckets(self) -> tuple[JsonObject, Buckets]:
-        """Return the configuration of the adapter for the engines, and its tensors as in `weight_buckets`."""
-        ...
-
-    def broadcast_adapter(self, version: int) -> None:
-        """Broadcast the buckets of the adapter to that group."""
-        ...
-
-    def weight_checksums(self) -> dict[str, str]:
-        """Return the xxh3-128 checksum of every tensor in the rollout dtype."""
-        ...
+    def call(self, verb: str, **params: object) -> list[Any]:
+        """Call a verb of every rank; return the answers in rank order."""
 
 
 class RunOnClientLoop(Protocol):

@@ -18,7 +18,7 @@ from pathlib import Path
 from slime.cluster.memory.staging import StagingFolder, remove_stale
 from slime.engine.http.client import EngineClient
 from slime.weights.broadcast import BroadcastPublisher
-from slime.weights.disk import DiskPublisher, VersionFolders, file_bytes
+from slime.weights.disk import DiskPublisher, VersionFolders, export_weights, file_bytes
 from slime.weights.publisher import (
     Buckets,
     PublisherSettings,
@@ -52,7 +52,7 @@ class TensorPublisher(WeightPublisher):
     def _stage(self, version: int) -> StagedVersion:
         folder = self._staging.subfolder(f"v{version:06d}")
         try:
-            files = tuple(Path(path) for path in self._source.export_weights(folder, version))
+            files = export_weights(self._source, folder, version)
             return StagedVersion(file_bytes(files), folder, files)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -104,7 +104,8 @@ class AdapterDiskPublisher(DiskPublisher):
 
     def _stage(self, version: int) -> StagedVersion:
         with self._version_folder(version) as unfinished:
-            size = file_bytes(Path(path) for path in self._source.export_adapter(unfinished, version))
+            written = self._source.call("export_adapter", out_dir=str(unfinished), version=version)
+            size = file_bytes(Path(path) for path in written[0])
         return StagedVersion(size, self._folder_of(version))
 
     async def _announce(self, client: EngineClient, staged: StagedVersion, version: int) -> None:
@@ -126,11 +127,11 @@ class AdapterBroadcastPublisher(BroadcastPublisher):
     """Broadcasts A and B of an adapter; engines check each bucket before it is sent, and merge at the last one."""
 
     def _plan_buckets(self) -> Buckets:
-        self._adapter, buckets = self._source.adapter_buckets()
+        self._adapter, buckets = self._source.call("adapter_buckets")[0]
         return buckets
 
     def _send(self, version: int) -> None:
-        self._source.broadcast_adapter(version)
+        self._source.call("broadcast_adapter", version=version)
 
     async def _compare_shapes(self) -> None:
         """Do nothing: no weight changes before the last bucket, so a wrong shape does no damage."""

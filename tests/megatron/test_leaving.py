@@ -48,11 +48,11 @@ def export_versions(folder: Path, out: Path, flags: dict[str, Any]) -> dict[str,
     """Export version 0 in full, version 1 as a delta and as a checkpoint written in the background."""
     try:
         trainer = start_trainer(folder, out, {**flags, "update_weight_mode": "delta", "dtype": "bfloat16"})
-        whole = trainer.export_weights(str(out / "v0"), 0)
+        whole = trainer.sender.export_weights(str(out / "v0"), 0)
         train_rollout(trainer, trainer.config, 0)
         (out / "v1").mkdir(exist_ok=True)
-        delta = trainer.export_delta(str(out / "v1"), 1, 0)
-        checksums, buckets = trainer.weight_checksums(), trainer.weight_buckets()
+        delta = trainer.sender.export_delta(str(out / "v1"), 1, 0)
+        checksums, buckets = trainer.sender.weight_checksums(), trainer.sender.weight_buckets()
         trainer.save_hf(str(out / "hf"))
         begun = trainer.save(0, in_background=True)
         train_rollout(trainer, trainer.config, 1)

@@ -28,7 +28,7 @@ from slime.train.trainer_group import TrainerGroup
 from tests.rows import some
 from tests.test_docs import documented_metrics
 from tests.train.in_process import InProcess, config_for
-from tests.train.tiny_training import build_model, make_samples
+from tests.train.tiny_training import build_model, export_weights, make_samples
 
 Folder = Callable[[str], Path]
 HOOKS = "tests.train.hooks"
@@ -140,7 +140,7 @@ def test_two_ranks_match_one_rank(estimator: str, model_folder: Folder, tmp_path
             group.start()
             result = group.train(0, groups)
             weights: dict[str, torch.Tensor] = {}
-            for path in group.export_weights(tmp_path / str(ranks) / "export", version=1):
+            for path in export_weights(group, tmp_path / str(ranks) / "export", version=1):
                 weights |= load_file(path)
         outcomes.append((result, weights))
     (one, one_weights), (two, two_weights) = outcomes
@@ -223,12 +223,12 @@ def test_ref_update_interval_copies_policy_and_survives_resume(model_folder: Fol
 def test_old_actor_is_the_last_exported_policy(model_folder: Folder, tmp_path: Path) -> None:
     run = InProcess(config_for(model_folder("llama"), tmp_path, keep_old_actor=True, lr=1e-2))
     groups = make_samples(3, 3)
-    run.trainer.export_weights(str(tmp_path / "w"), 0)
+    run.trainer.sender.export_weights(str(tmp_path / "w"), 0)
     first = run.train(0, groups)
     second = run.train(1, groups)  # no export in between: the old policy is still the first one
     assert second["rollout_metrics"]["rollout/log_probs"] == first["rollout_metrics"]["rollout/log_probs"]
     assert abs(second["metrics"][0]["train/ppo_kl"]) > 1e-5
-    run.trainer.export_weights(str(tmp_path / "w"), 2)
+    run.trainer.sender.export_weights(str(tmp_path / "w"), 2)
     assert run.train(2, groups)["metrics"][0]["train/ppo_kl"] == pytest.approx(0.0, abs=1e-7)
 
 
@@ -249,13 +249,13 @@ def test_one_step_async_uses_old_log_probs_of_sampling_version(model_folder: Fol
     weights = []
     for version in range(2):
         weights.append(run.weights)
-        run.trainer.export_weights(str(tmp_path / "w"), version)
+        run.trainer.sender.export_weights(str(tmp_path / "w"), version)
         groups = make_samples(3, 3)
         for sample in flatten_samples(groups):
             sample.version_spans = [["0", sample.response_length]]
         answer = run.train(version, groups)
     assert abs(answer["metrics"][0]["train/ppo_kl"]) > 1e-5  # sampled by version 0, trained on by version 1
-    run.trainer.export_weights(str(tmp_path / "w"), 2)
+    run.trainer.sender.export_weights(str(tmp_path / "w"), 2)
     samples = flatten_samples(groups)
     for sample in samples:  # the weights changed during generation, and version 0 is discarded
         sample.version_spans = [["0", 1], ["1", sample.response_length - 1]]

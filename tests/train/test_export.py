@@ -142,15 +142,15 @@ def write_on_rank(peers: Ranks, folder: str, out: str) -> dict[str, Any]:
     trainer = Trainer(config, "cpu")
     trainer.init(peers)
     backend = trainer.actor.backend
-    written = trainer.export_weights(f"{out}/export", 1)
+    written = trainer.sender.export_weights(f"{out}/export", 1)
     how: dict[str, Any] = {"dtype": torch.float32, "buffer_size": 2**16, "max_shard_bytes": 2**17}
     save_hf(backend, folder, f"{out}/hf", **how)
     (Path(out) / f"taken-{peers.rank}").touch()
     with pytest.raises(NotWritten, match="cannot write the Hugging Face folder"):
         save_hf(backend, folder, f"{out}/taken-0/hf", **how)
     with pytest.raises(NotWritten, match="cannot write version 2 of the weights"):
-        trainer.export_weights(f"{out}/taken-{peers.rank}/export", 2)
-    return {"written": written, "checksums": trainer.weight_checksums()}
+        trainer.sender.export_weights(f"{out}/taken-{peers.rank}/export", 2)
+    return {"written": written, "checksums": trainer.sender.weight_checksums()}
 
 
 def test_each_rank_writes_the_tensors_it_owns(model_folder: Folder, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from slime.train.trainer_group import TrainerGroup
 from tests.rows import some
 from tests.train.in_process import config_for
-from tests.train.tiny_training import make_samples
+from tests.train.tiny_training import export_weights, make_samples
 
 Folder = Callable[[str], Path]
 Numbers = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
@@ -70,7 +70,7 @@ def train(model_folder: Folder, training: str, out: Path, **flags: Any) -> Numbe
             rollout = {name: value for name, value in result.rollout_metrics.items() if not name.startswith("perf/")}
             metrics += [*result.metrics, rollout]
         weights: dict[str, torch.Tensor] = {}
-        for path in group.export_weights(out / "weights", version=1):
+        for path in export_weights(group, out / "weights", version=1):
             weights |= load_file(path)
     return metrics, weights
 

@@ -50,7 +50,7 @@ def test_sleep_and_wake_do_not_change_training(model_folder: Folder, tmp_path: P
         found.append(run.train(step, make_samples(3, 3, seed=step))["metrics"])
     assert found == expected
     run.trainer.sleep()
-    with run.trainer.awake(whole=False):
+    with run.trainer.awake("weights"):
         assert all(torch.equal(run.weights[name], tensor) for name, tensor in plain.weights.items())
         assert sleeper.is_asleep, "the optimizer sleeps on"
     assert {storage.nbytes() for storage in storages_of(run)} == {0}
@@ -93,7 +93,7 @@ def test_checkpoint_saved_while_asleep_resumes_exactly(model_folder: Folder, tmp
     run.train(0, make_samples(3, 3))
     before = run.weights
     run.trainer.sleep()
-    with run.trainer.awake(whole=True):
+    with run.trainer.awake("everything"):
         run.trainer.save(0)
     again = InProcess(config)
     assert again.start == 1

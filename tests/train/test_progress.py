@@ -237,7 +237,7 @@ def test_training_saving_and_exporting_report_progress(model_folder: Any, tmp_pa
     assert reports() == ["preparing the samples"] + [
         line for stage in stages for line in counted(f"{stage}: micro-batch", 5)
     ]
-    run.trainer.export_weights(str(tmp_path / "export"), 1)
+    run.trainer.sender.export_weights(str(tmp_path / "export"), 1)
     assert reports() == counted("writing weights: bucket", len(list((tmp_path / "export").iterdir())))
     run.trainer.save_hf(str(tmp_path / "hf"))
     assert reports() == counted("writing a Hugging Face folder: bucket", 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from transformers import (
 )
 
 from slime.data.sample import Sample
+from slime.train.trainer_group import TrainerGroup
 
 SIZES: dict[str, Any] = {
     "vocab_size": 128,
@@ -166,3 +168,14 @@ def make_samples(num_groups: int, per_group: int, *, seed: int = 0, with_log_pro
             )
         groups.append(members)
     return groups
+
+
+def export_weights(group: TrainerGroup, folder: Path, version: int) -> list[Path]:
+    """Write all weights as safetensors files."""
+    written = group.call("export_weights", out_dir=str(folder), version=version)
+    return sorted(Path(path) for paths in written for path in paths)
+
+
+def weight_checksums(group: TrainerGroup) -> dict[str, str]:
+    """Return the checksum of every tensor in the rollout's dtype."""
+    return {name: one for owned in group.call("weight_checksums") for name, one in owned.items()}

@@ -16,8 +16,9 @@ from slime.models.loading import split_fused_weights
 from slime.train.backends.fsdp.hf_export import HfExport
 from slime.train.backends.hf_buckets import HfBucket, HfTensor, PreviousExport
 from slime.train.timers import RankProgress
-from slime.train.weight_export.delta import DeltaExporter, PublishedWeights
+from slime.train.weight_export.delta import PublishedWeights, export_delta
 from slime.train.weight_export.files import export_weights
+from tests.weights.conftest import LocalSource
 
 BUFFER_SIZE = 2**16
 
@@ -53,7 +54,7 @@ class OneRank:
         return self._export.buckets(dtype, max_bytes, owners)
 
 
-class ModelSource:
+class ModelSource(LocalSource):
     """A weight source; `step` changes a few elements of every tensor.
 
     `encoding` and `checksum` are those of its deltas.
@@ -74,19 +75,24 @@ class ModelSource:
                 chosen = torch.rand(parameter.shape, generator=generator) < share
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * chosen * 0.1)
 
-    def export_weights(self, out_dir: Path, version: int) -> list[Path]:
+    def export_weights(self, out_dir: str, version: int) -> list[str]:
         self.exports.append(f"whole {version}")
         self.published.version = None
         how = {"dtype": self.dtype, "buffer_size": BUFFER_SIZE, "keep": self.published.keep}
-        paths = export_weights(self.backend, out_dir, version=version, **how)
+        paths = export_weights(self.backend, Path(out_dir), version=version, **how)
         self.published.version = version
-        return paths
+        return [str(path) for path in paths]
 
-    def export_delta(self, out_dir: Path, version: int, base_version: int) -> list[dict[str, Any]]:
+    def export_delta(self, out_dir: str, version: int, base_version: int) -> dict[str, Any]:
         self.exports.append(f"delta {version}")
-        how = {"dtype": self.dtype, "buffer_size": BUFFER_SIZE, "encoding": self.encoding, "checksum": self.checksum}
-        exporter = DeltaExporter(self.published, **how)
-        return [exporter.export(self.backend, out_dir, version=version, base_version=base_version).to_dict()]
+        how: dict[str, Any] = {
+            "dtype": self.dtype,
+            "buffer_size": BUFFER_SIZE,
+            "encoding": self.encoding,
+            "checksum": self.checksum,
+        }
+        how |= {"version": version, "base_version": base_version}
+        return export_delta(self.backend, self.published, Path(out_dir), **how).to_dict()
 
     def weight_checksums(self) -> dict[str, str]:
         return tensor_checksums(

@@ -21,7 +21,7 @@ from slime.models.peft_adapter import AdapterConfig, merge_lora, tensor_names, w
 from slime.weights import choose_transport, make_publisher
 from slime.weights.transport import largest_adapter_bytes
 from tests.tiny_models import make_model_folder
-from tests.weights.conftest import Loop
+from tests.weights.conftest import LocalSource, Loop
 from tests.weights.real import checksums, log_probs
 
 PROMPT = [5, 9, 3, 17, 4, 11]
@@ -40,7 +40,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[En
         yield fleet
 
 
-class AdapterSource:
+class AdapterSource(LocalSource):
     """A frozen model with an adapter on its q_proj and down_proj that changes with every step."""
 
     def __init__(self, folder: Path) -> None:
@@ -75,8 +75,9 @@ class AdapterSource:
         scores = torch.log_softmax(logits, dim=-1)
         return [float(scores[position, token]) for position, token in enumerate(tokens[1:])]
 
-    def export_adapter(self, out_dir: Path, version: int) -> list[Path]:
-        return write_adapter(out_dir, self.tensors, self.facts, base_model="base", target_modules=self.modules)
+    def export_adapter(self, out_dir: str, version: int) -> list[str]:
+        written = write_adapter(Path(out_dir), self.tensors, self.facts, base_model="base", target_modules=self.modules)
+        return [str(path) for path in written]
 
     def adapter_buckets(self) -> tuple[dict[str, Any], list[list[dict[str, Any]]]]:
         tensors = [{"name": n, "dtype": "float32", "shape": list(t.shape)} for n, t in self.tensors.items()]

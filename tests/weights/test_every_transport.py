@@ -22,7 +22,7 @@ from slime.weights import make_publisher
 from tests.listeners import listening_addresses
 from tests.rows import long
 from tests.tiny_models import make_model_folder
-from tests.train.tiny_training import make_samples
+from tests.train.tiny_training import make_samples, weight_checksums
 from tests.weights.conftest import Loop
 from tests.weights.real import checksums, log_probs
 
@@ -143,7 +143,7 @@ def test_engines_hold_the_bytes_of_the_trainers_after_each_update(
             if version:
                 trainers.train(version - 1, make_samples(3, 3, seed=version))
             results.append(publisher.publish(version))
-            expected = trainers.weight_checksums()
+            expected = weight_checksums(trainers)
             for client in clients:
                 found = checksums(client, run_async)
                 assert {name: found.get(name) for name in expected} == expected

@@ -251,12 +251,12 @@ class DyingTrainers(TrainerGroup):
 
     fatal = ""
 
-    def _call(self, method: str, params: Any) -> list[Any]:
-        if method == self.fatal:
+    def call(self, verb: str, **params: object) -> list[Any]:
+        if verb == self.fatal:
             for pid in self.processes.ranks[0].process.pids():
                 with contextlib.suppress(ProcessLookupError):  # a process ends those below it when it is killed
                     os.kill(pid, signal.SIGKILL)
-        return super()._call(method, params)
+        return super().call(verb, **params)
 
 
 @pytest.mark.parametrize(

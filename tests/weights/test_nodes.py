@@ -21,7 +21,7 @@ from slime.weights.transport import check_weights_folder
 from tests.cluster.nodes import FarNode
 from tests.other_node import OtherNode, listening
 from tests.tiny_models import make_model_folder
-from tests.train.tiny_training import make_samples
+from tests.train.tiny_training import make_samples, weight_checksums
 from tests.weights.conftest import Loop
 from tests.weights.real import checksums
 
@@ -93,7 +93,7 @@ def test_weights_are_broadcast_from_one_node_to_others(tmp_path: Path, run_async
             assert near.given == before + 1  # the rendezvous port is on the trainers' node
             trainers.train(0, make_samples(3, 3, seed=1))
             publisher.publish(1)
-            expected = trainers.weight_checksums()
+            expected = weight_checksums(trainers)
             for client in clients:
                 found = checksums(client, run_async)
                 assert {name: found.get(name) for name in expected} == expected

@@ -22,6 +22,7 @@ from slime.weights import make_publisher
 from slime.weights.ipc import HOST, SharedMemoryPublisher
 from slime.weights.shm_files import TensorPublisher
 from tests.tiny_models import make_model_folder
+from tests.weights.conftest import LocalSource
 from tests.weights.model_source import OneRank
 
 PROMPT = [5, 9, 3, 17, 4, 11]
@@ -40,7 +41,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, folder: Path) -> Iterator[En
         yield fleet
 
 
-class Trainer:
+class Trainer(LocalSource):
     """A changing model, exported as trainers do: one bucket per half of the tensors."""
 
     def __init__(self, folder: Path) -> None:
@@ -52,12 +53,12 @@ class Trainer:
             for parameter in self.model.parameters():
                 parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
 
-    def export_weights(self, out_dir: Path, version: int) -> list[Path]:
+    def export_weights(self, out_dir: str, version: int) -> list[str]:
         tensors = {name: parameter.detach() for name, parameter in self.model.named_parameters()}
         names = sorted(tensors)
         paths = []
         for index, part in enumerate((names[::2], names[1::2])):
-            paths.append(out_dir / f"bucket-{index}.safetensors")
+            paths.append(f"{out_dir}/bucket-{index}.safetensors")
             save_file({name: tensors[name] for name in part}, paths[-1])
         return paths
 

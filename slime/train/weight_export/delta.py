@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 
 from slime.cluster.memory.regions import align_up, pinned_bytes
 from slime.models.delta.apply import bytes_of, tensor_checksums
-from slime.models.delta.blob import Blob, ByteArray, TensorDiff, checksum_function, encode
+from slime.models.delta.blob import ByteArray, TensorDiff, checksum_function, encode
 from slime.models.delta.folder import DeltaPart, write_part
 from slime.train.backend import TrainBackend
 from slime.train.weight_export.files import export_error
@@ -127,76 +127,68 @@ class PublishedWeights:
         self._kept[name].take(name, changes)
 
 
-class DeltaExporter:
-    """Encodes and writes this rank's share of a delta."""
+def export_delta(
+    backend: TrainBackend,
+    published: PublishedWeights,
+    folder: Path,
+    *,
+    version: int,
+    base_version: int,
+    dtype: torch.dtype,
+    buffer_size: int,
+    encoding: str,
+    checksum: str,
+) -> DeltaPart:
+    """Encode and write this rank's share of a delta, and set the published version; all ranks call it together."""
+    if published.version != base_version:
+        raise RuntimeError(f"the last published version is {published.version}, not {base_version}")
+    published.version = None
+    began, part = time.perf_counter(), DeltaPart()
+    checksum_of = checksum_function(checksum)
+    blobs: dict[str, bytes] = {}
+    checksums: dict[str, str] = {}
 
-    def __init__(
-        self, published: PublishedWeights, *, dtype: torch.dtype, encoding: str, checksum: str, buffer_size: int
-    ) -> None:
-        self._published = published
-        self._dtype = dtype
-        self._buffer_size = buffer_size
-        self._encoding = encoding
-        self._kind = checksum
-        self._checksum = checksum_function(checksum)
+    def encode_one(name: str, changes: TensorDiff, content: str | ByteArray) -> None:
+        """Encode the changes of a tensor and record them as published; `content` is its checksum or its bytes."""
+        blob = encode(changes, encoding)
+        published.take(name, changes)
+        blobs[name], checksums[name] = blob.data, content if isinstance(content, str) else checksum_of(content)
 
-    def export(self, backend: TrainBackend, folder: Path, *, version: int, base_version: int) -> DeltaPart:
-        """Write this rank's share and set the published version; all ranks call it together."""
-        if self._published.version != base_version:
-            raise RuntimeError(f"the last published version is {self._published.version}, not {base_version}")
-        self._published.version = None
-        began, part = time.perf_counter(), DeltaPart()
-        blobs: dict[str, Blob] = {}
-        checksums: dict[str, str] = {}
-        for name, blob, checksum, changed in self._encoded(backend):
-            blobs[name], checksums[name] = blob, checksum
-            part.changed_bytes += changed
-        part.encode_seconds = time.perf_counter() - began
-        if blobs:
-            path = folder / f"rank-{backend.topology.world.rank:05d}.safetensors"
-            part.path, part.names = str(path), sorted(blobs)
-            try:
-                write_part(path, {name: blob.data for name, blob in blobs.items()}, checksums)
-            except (OSError, SafetensorError) as cause:
-                raise export_error(folder, version, cause) from cause
-            part.write_seconds = time.perf_counter() - began - part.encode_seconds
-        self._published.version = version
-        return part
-
-    def _encoded(self, backend: TrainBackend) -> Iterator[tuple[str, Blob, str, int]]:
-        """Yield name, blob, checksum and number of changed bytes of the changed tensors that this rank owns."""
-        waiting: deque[tuple[int, Future[tuple[str, Blob, str, int]]]] = deque()
-        waiting_bytes = 0
-        buckets = backend.hf_buckets(self._dtype, self._buffer_size, earlier=self._published)
-        with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
-            for bucket in backend.progress.over(buckets, "comparing weights: bucket"):
-                tensors = bucket.tensors or {}
-                changed = dict(self._published.changes(tensors)) if tensors else {}
-                unequal = {name: tensors[name] for name in changed}
-                checksums: Iterable[
-                    tuple[str, str | ByteArray]
-                ]  # a checksum, or the bytes from which a thread computes it
-                if self._kind == "sum64" and any(tensor.is_cuda for tensor in unequal.values()):
-                    checksums = tensor_checksums(unequal.items(), self._kind).items()
-                else:
-                    checksums = ((name, bytes_of(tensor)) for name, tensor in unequal.items())
-                for name, checksum in checksums:
-                    changes = changed.pop(name)
-                    waiting.append((changes.size, pool.submit(self._encode_one, name, changes, checksum)))
-                    waiting_bytes += changes.size
-                while waiting_bytes > _MAX_WAITING_BYTES and len(waiting) > 1:
-                    size, ready = waiting.popleft()
-                    waiting_bytes -= size
-                    yield ready.result()
-            for _, ready in backend.progress.over(waiting, "encoding a delta: tensor", len(waiting)):
-                yield ready.result()
-
-    def _encode_one(self, name: str, changes: TensorDiff, checksum: str | ByteArray) -> tuple[str, Blob, str, int]:
-        """Encode the changes of a tensor and record them as published."""
-        blob = encode(changes, self._encoding)
-        self._published.take(name, changes)
-        checksum = checksum if isinstance(checksum, str) else self._checksum(checksum)
-        return name, blob, checksum, len(changes.positions)
+    waiting: deque[tuple[int, Future[None]]] = deque()
+    waiting_bytes = 0
+    buckets = backend.hf_buckets(dtype, buffer_size, earlier=published)
+    with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
+        for bucket in backend.progress.over(buckets, "comparing weights: bucket"):
+            tensors = bucket.tensors or {}
+            changed = dict(published.changes(tensors)) if tensors else {}
+            part.changed_bytes += sum(len(changes.positions) for changes in changed.values())
+            unequal = {name: tensors[name] for name in changed}
+            contents: Iterable[tuple[str, str | ByteArray]]
+            if checksum == "sum64" and any(tensor.is_cuda for tensor in unequal.values()):
+                contents = tensor_checksums(unequal.items(), checksum).items()
+            else:  # a thread computes the checksum
+                contents = ((name, bytes_of(tensor)) for name, tensor in unequal.items())
+            for name, content in contents:
+                changes = changed.pop(name)
+                waiting.append((changes.size, pool.submit(encode_one, name, changes, content)))
+                waiting_bytes += changes.size
+            while waiting_bytes > _MAX_WAITING_BYTES and len(waiting) > 1:
+                size, ready = waiting.popleft()
+                waiting_bytes -= size
+                ready.result()
+        for _, ready in backend.progress.over(waiting, "encoding a delta: tensor", len(waiting)):
+            ready.result()
+    part.encode_seconds = time.perf_counter() - began
+    if blobs:
+        path = folder / f"rank-{backend.topology.world.rank:05d}.safetensors"
+        part.path, part.names = str(path), sorted(blobs)
+        try:
+            write_part(path, blobs, checksums)
+        except (OSError, SafetensorError) as cause:
+            raise export_error(folder, version, cause) from cause
+        part.write_seconds = time.perf_counter() - began - part.encode_seconds
+    published.version = version
+    return part
 
 
 def changed_bytes(difference: torch.Tensor) -> torch.Tensor:

@@ -38,62 +38,38 @@ def export_weights(
 ) -> list[Path]:
     """Write bucket i as `weights-v{version}-{i}.safetensors`; return the paths of the buckets that this rank owns.
 
-    `keep` gets this rank's tensors, `earlier` the parts that this rank sends to others.
+    A thread writes one file while the next bucket is gathered. `keep` gets this rank's tensors, `earlier` the parts
+    that this rank sends to others.
     """
-    files = BucketFiles(folder, prefix=f"weights-v{version:06d}")
+    paths: list[Path] = []
 
     def write(buckets: Iterator[HfBucket]) -> None:
-        with files:
+        writing: Future[None] | None = None
+        with ThreadPoolExecutor(1, thread_name_prefix="weight-files") as thread:
             for number, bucket in enumerate(buckets, start=1):
-                if bucket.tensors is not None:
-                    files.write(number, bucket.tensors)
-                    if keep is not None:
-                        keep(bucket.tensors)
+                if bucket.tensors is None:
+                    continue
+                if writing is not None:
+                    writing.result()
+                folder.mkdir(parents=True, exist_ok=True)
+                paths.append(folder / f"weights-v{version:06d}-{number:05d}.safetensors")
+                on_host = {}
+                for name, tensor in bucket.tensors.items():
+                    ready = tensor.to("cpu").contiguous()
+                    is_view = ready.untyped_storage().nbytes() != ready.nbytes  # such as one expert of a stacked tensor
+                    on_host[name] = ready.clone() if is_view else ready
+                writing = thread.submit(save_file, on_host, paths[-1], metadata={"format": "pt"})
+                if keep is not None:
+                    keep(bucket.tensors)
+            if writing is not None:
+                writing.result()
 
     count = len(backend.hf_plan(dtype, buffer_size))
     buckets = backend.progress.over(
         backend.hf_buckets(dtype, buffer_size, earlier=earlier), "writing weights: bucket", count
     )
     write_together(backend.topology.world, buckets, write, _what(folder, version))
-    return files.paths
-
-
-class BucketFiles:
-    """Writes the files of one rank in a thread; each is complete at the next `write` or at the end of the context."""
-
-    def __init__(self, folder: Path, *, prefix: str) -> None:
-        self.paths: list[Path] = []
-        self._folder = folder
-        self._prefix = prefix
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="weight-files")
-        self._writing: Future[None] | None = None
-
-    def write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the tensors to the host and start to write them."""
-        self._finish()
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"{self._prefix}-{number:05d}.safetensors"
-        on_host = {}
-        for name, tensor in tensors.items():
-            ready = tensor.to("cpu").contiguous()
-            is_view = ready.untyped_storage().nbytes() != ready.nbytes  # such as one expert of a stacked tensor
-            on_host[name] = ready.clone() if is_view else ready
-        self._writing = self._pool.submit(save_file, on_host, path, metadata={"format": "pt"})
-        self.paths.append(path)
-
-    def __enter__(self) -> BucketFiles:
-        return self
-
-    def __exit__(self, *_exc: object) -> None:
-        try:
-            self._finish()
-        finally:
-            self._pool.shutdown()
-
-    def _finish(self) -> None:
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.result()
+    return paths
 
 
 def export_error(folder: Path, version: int, cause: Exception) -> RunFailed:
@@ -131,42 +107,27 @@ def save_hf(
         nonlocal draft
         draft = FolderDraft.begin(source, path)
 
+    def write(buckets: Iterator[HfBucket]) -> None:
+        writer: ShardWriter | None = None
+        for bucket in buckets:
+            for name, tensor in (bucket.tensors or {}).items():
+                prefix = f"rank-{world.rank:05d}"
+                writer = writer or part.writer(None, name=prefix, max_shard_bytes=max_shard_bytes)
+                writer.add(name, tensor)
+        if writer is not None:
+            writer.finish()
+
     try:
         write_together(world, iter(()), begin if world.rank == 0 else None, what)
         (staging,) = world.union([] if draft is None else [str(draft.staging)])
         part = draft or FolderDraft(Path(staging), Path(path))
-        _write_weights(backend, part, what, dtype=dtype, buffer_size=buffer_size, max_shard_bytes=max_shard_bytes)
+        size = sum(tensor.nbytes for bucket in backend.hf_plan(dtype, buffer_size) for tensor in bucket)
+        owners = (0,) if size <= max_shard_bytes else None  # one file, or the shards of each rank
+        count = len(backend.hf_plan(dtype, buffer_size, owners=owners))
+        buckets = backend.hf_buckets(dtype, buffer_size, owners=owners)
+        each = backend.progress.over(buckets, "writing a Hugging Face folder: bucket", count)
+        write_together(world, each, write, what)
         write_together(world, iter(()), None if draft is None else lambda _: part.finish(dtype, beside=beside), what)
     finally:
         if draft is not None:
             draft.discard()
-
-
-def _write_weights(
-    backend: TrainBackend,
-    draft: FolderDraft,
-    what: str,
-    *,
-    dtype: torch.dtype,
-    buffer_size: int,
-    max_shard_bytes: int,
-) -> None:
-    """Write the shards of this rank to the staging folder."""
-    rank, plan = backend.topology.world.rank, backend.hf_plan(dtype, buffer_size)
-    fits = sum(tensor.nbytes for bucket in plan for tensor in bucket) <= max_shard_bytes
-    owners = (0,) if fits else None
-
-    def write(buckets: Iterator[HfBucket]) -> None:
-        writer: ShardWriter | None = None
-        for bucket in buckets:
-            if bucket.tensors is not None:
-                writer = writer or draft.writer(None, name=f"rank-{rank:05d}", max_shard_bytes=max_shard_bytes)
-                for name, tensor in bucket.tensors.items():
-                    writer.add(name, tensor)
-        if writer is not None:
-            writer.finish()
-
-    count = len(backend.hf_plan(dtype, buffer_size, owners=owners))
-    buckets = backend.hf_buckets(dtype, buffer_size, owners=owners)
-    each = backend.progress.over(buckets, "writing a Hugging Face folder: bucket", count)
-    write_together(backend.topology.world, each, write, what)

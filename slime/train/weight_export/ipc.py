@@ -24,8 +24,6 @@ SENDER_RANKS = (0,)
 """The ranks that serve the engines: rank 0 has all buckets."""
 _WHOLE, _IN_PARTS, _REFUSED = "whole", "in parts", "refused: "
 
-Plan = Sequence[tuple[HfTensor, ...]]
-
 
 class SharedWeights:
     """The shared memory, and the state of the update in progress."""
@@ -39,6 +37,7 @@ class SharedWeights:
         self._memory: JsonObject = {}
         self._region: HostRegion | None = None
 
+    @torch.no_grad()
     def share(self, backend: TrainBackend, number: int, region: str | None) -> JsonObject:
         """Return the place of a bucket (`memory`, on rank 0), or the reason for a refusal (`refused`).
 
@@ -61,7 +60,26 @@ class SharedWeights:
             answer["buckets"] = [[one for bucket in layouts for one in bucket]] if outcome == _WHOLE else layouts
             gathered = backend.hf_buckets(self._dtype, self._buffer_size, owners=SENDER_RANKS)
             self._buckets = backend.progress.over(gathered, "sharing weights: bucket", len(plan))
-        self._fill(self._parts[number - 1])
+        begin, device = 0, None
+        for _ in range(self._parts[number - 1]):  # copy the next gathered buckets into the memory, from its start
+            bucket = next(self._buckets)
+            if bucket.tensors is None:
+                continue
+            assert self._held is not None
+            tensors = list(bucket.tensors.values())
+            places = []
+            for tensor in tensors:
+                assert begin % ALIGNMENT == 0
+                places.append(self._held[begin:][: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
+                begin += align_up(tensor.nbytes)
+                device = tensor.device
+            if self._held.is_cuda:
+                torch._foreach_copy_(places, tensors)
+            else:
+                for place, tensor in zip(places, tensors, strict=True):
+                    place.copy_(tensor, non_blocking=True)
+        if device is not None and device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
         return answer | {"memory": self._memory}
 
     def stop(self) -> None:
@@ -70,7 +88,7 @@ class SharedWeights:
             pass
         self._buckets, self._held, self._memory = iter(()), None, {}
 
-    def _take_memory(self, plan: Plan, region: str | None, device: torch.device) -> str:
+    def _take_memory(self, plan: Sequence[Sequence[HfTensor]], region: str | None, device: torch.device) -> str:
         """Allocate the memory; return if it holds all buckets or one at a time."""
         sizes = [sum(align_up(tensor.nbytes) for tensor in bucket) for bucket in plan]
         if region is not None:
@@ -93,30 +111,6 @@ class SharedWeights:
         uuid = str(torch.cuda.get_device_properties(device).uuid)
         self._memory = {"handle": base64.b64encode(handle).decode(), "offset": offset, "device": uuid}
         return outcome
-
-    @torch.no_grad()
-    def _fill(self, count: int) -> None:
-        """Copy the next `count` gathered buckets into the memory, from its start."""
-        begin, device = 0, None
-        for _ in range(count):
-            bucket = next(self._buckets)
-            if bucket.tensors is None:
-                continue
-            assert self._held is not None
-            tensors = list(bucket.tensors.values())
-            places = []
-            for tensor in tensors:
-                assert begin % ALIGNMENT == 0
-                places.append(self._held[begin:][: tensor.nbytes].view(tensor.dtype).view(tensor.shape))
-                begin += align_up(tensor.nbytes)
-                device = tensor.device
-            if self._held.is_cuda:
-                torch._foreach_copy_(places, tensors)
-            else:
-                for place, tensor in zip(places, tensors, strict=True):
-                    place.copy_(tensor, non_blocking=True)
-        if device is not None and device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
 
 
 def tensor_layouts(bucket: Sequence[HfTensor]) -> list[JsonObject]:

@@ -1,7 +1,7 @@
-"""The trainer side of a weight update: files, deltas, broadcasts, checksums.
+"""The trainer side of a weight update: files, deltas, broadcasts, shared memory, checksums.
 
 Invariant: the announced buckets are the ones that are sent, and every tensor is sent in the rollout's dtype. All ranks
-call each method together. Each rank makes files, deltas and checksums of the tensors it owns; only rank 0 broadcasts to
+call each verb together. Each rank makes files, deltas and checksums of the tensors it owns; only rank 0 broadcasts to
 the engines. The LoRA adapter is exported as PEFT files or through the engines' process group: A and B are sent whole
 and in float32, as they are trained, with everything that an engine needs to compute the merged weights from its own
 weights; rank 0 writes and sends.
@@ -9,7 +9,7 @@ weights; rank 0 writes and sends.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,9 +22,11 @@ from slime.config import Config
 from slime.models.delta.folder import delta_checksum
 from slime.models.peft_adapter import write_adapter
 from slime.storage.json_types import JsonObject
-from slime.train.backend import NamedTensor, TrainBackend, TrainedAdapter
+from slime.train.actor import Actor
+from slime.train.backend import NamedTensor, TrainedAdapter
 from slime.train.backends.hf_buckets import plan_bucket_ranges
 from slime.train.checkpoints.errors import write_together
+from slime.train.verbs import verb
 from slime.train.weight_export.files import export_weights
 from slime.train.weight_export.ipc import SENDER_RANKS, SharedWeights, tensor_layouts
 
@@ -32,89 +34,42 @@ if TYPE_CHECKING:
     from slime.train.weight_export.delta import PublishedWeights
 
 Layout = list[JsonObject]
-
-
-def trained_adapter(backend: TrainBackend) -> TrainedAdapter:
-    """Return the adapter of a run that trains one."""
-    if backend.adapter is None:
-        raise RuntimeError("--lora-rank: the run trains no adapter, so none can be exported")
-    return backend.adapter
-
-
-def export_adapter(backend: TrainBackend, folder: Path, *, version: int) -> list[Path]:
-    """Write the adapter's files; rank 0 returns their paths."""
-    info, paths = trained_adapter(backend), list[Path]()
-
-    def write(tensors: Iterator[NamedTensor]) -> None:
-        base, targets = str(info.base), info.peft_targets
-        paths.extend(
-            write_adapter(folder, dict(tensors), info.facts, base_model=base, target_modules=targets, sync=False)
-        )
-
-    tensors = backend.progress.over(backend.full_adapter(), "writing the adapter: tensor")
-    world, what = backend.topology.world, f"version {version} of the adapter to {folder}"
-    write_together(world, tensors, write if world.rank == 0 else None, what)
-    return paths
-
-
-def adapter_layout(backend: TrainBackend) -> Layout:
-    """Return name, dtype and shape of each tensor that `send_adapter` sends, in its order."""
-    return [
-        {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-        for name, tensor in backend.full_adapter()
-    ]
-
-
-def send_adapter(backend: TrainBackend, group: dist.ProcessGroup | None, *, buffer_size: int) -> None:
-    """Broadcast every tensor from rank 0 to `group`; about `buffer_size` bytes are in flight at most."""
-    sent: list[torch.Tensor] = []
-    works: list[dist.Work | None] = []
-    filled = 0
-    for _, tensor in backend.progress.over(backend.full_adapter(), "sending the adapter: tensor"):
-        if group is None:
-            continue
-        sent.append(tensor.detach().contiguous())
-        works.append(dist.broadcast(sent[-1], src=0, group=group, async_op=True))
-        filled += sent[-1].nbytes
-        if filled >= buffer_size:
-            _wait_all(works)
-            sent, works, filled = [], [], 0
-    _wait_all(works)
-    if backend.topology.world.device.type == "cuda":
-        torch.cuda.synchronize(backend.topology.world.device)
-
-
-def _wait_all(works: list[dist.Work | None]) -> None:
-    """Wait for broadcasts."""
-    for work in works:
-        assert work is not None
-        work.wait()
+"""Name, dtype and shape of each tensor of a bucket."""
 
 
 class WeightSender:
-    """State kept between updates: the last published bytes (in delta mode), and the group with the engines."""
+    """Verbs of a weight update, and the state between updates.
 
-    def __init__(self, config: Config, *, dtype: torch.dtype, device: str) -> None:
+    That is the last published bytes (in delta mode), the shared memory, and the process group with the engines.
+    """
+
+    def __init__(self, config: Config, actor: Actor, *, dtype: torch.dtype, device: str) -> None:
+        self._actor = actor
+        self._backend = actor.backend
         self._dtype = dtype
         self._buffer_size = config.update_weight_buffer_size
         self._encoding = config.update_weight_delta_encoding
         self._checksum = delta_checksum(config.update_weight_delta_checksum, device)
         self._group: dist.ProcessGroup | None = None
-        self.shared = SharedWeights(dtype=dtype, buffer_size=config.update_weight_buffer_size)
+        self._shared = SharedWeights(dtype=dtype, buffer_size=config.update_weight_buffer_size)
         self.published: PublishedWeights | None = None
         if config.update_weight_mode == "delta":
             from slime.train.weight_export.delta import PublishedWeights  # imports zstandard and xxhash
 
             self.published = PublishedWeights()
 
-    def export(self, backend: TrainBackend, folder: Path, *, version: int) -> list[Path]:
-        """Write this rank's files of whole weights."""
+    # files
+
+    @verb()
+    def export_weights(self, out_dir: str, version: int) -> list[str]:
+        """Write all weights as safetensors files with Hugging Face names; return the files of this rank."""
+        self._actor.remember_exported(version)
         published = self.published
         if published is not None:
             published.forget_version()
         paths = export_weights(
-            backend,
-            folder,
+            self._backend,
+            Path(out_dir),
             version=version,
             dtype=self._dtype,
             buffer_size=self._buffer_size,
@@ -123,79 +78,163 @@ class WeightSender:
         )
         if published is not None:
             published.version = version
-        return paths
+        return [str(path) for path in paths]
 
-    def export_delta(self, backend: TrainBackend, folder: Path, *, version: int, base_version: int) -> JsonObject:
-        """Write this rank's share of the delta from `base_version` to `version`."""
+    @verb()
+    def export_delta(self, out_dir: str, version: int, base_version: int) -> JsonObject:
+        """Write this rank's share of the changes since `base_version` as a file of blobs; return a `DeltaPart`."""
         if self.published is None:
             raise RuntimeError("--update-weight-mode: a delta needs the mode delta")
-        from slime.train.weight_export.delta import DeltaExporter
+        from slime.train.weight_export.delta import export_delta
 
-        exporter = DeltaExporter(
+        self._actor.remember_exported(version)
+        part = export_delta(
+            self._backend,
             self.published,
+            Path(out_dir),
+            version=version,
+            base_version=base_version,
             dtype=self._dtype,
+            buffer_size=self._buffer_size,
             encoding=self._encoding,
             checksum=self._checksum,
-            buffer_size=self._buffer_size,
         )
-        return exporter.export(backend, folder, version=version, base_version=base_version).to_dict()
+        return part.to_dict()
 
-    def buckets(self, backend: TrainBackend) -> list[list[JsonObject]]:
-        """Describe the buckets that `broadcast` sends."""
-        return [
-            tensor_layouts(bucket) for bucket in backend.hf_plan(self._dtype, self._buffer_size, owners=SENDER_RANKS)
-        ]
+    @verb()
+    def export_adapter(self, out_dir: str, version: int) -> list[str]:
+        """Write the files of the LoRA adapter in PEFT's format on rank 0 (the others return an empty list)."""
+        self._actor.remember_exported(version)
+        backend, info, paths = self._backend, self._adapter, list[Path]()
 
-    def join(self, *, address: str, port: int, world_size: int, name: str, backend: str, timeout_s: float) -> None:
-        """Join a process group with all engines as rank 0, and wait for them."""
-        self.leave()
+        def write(tensors: Iterator[NamedTensor]) -> None:
+            base, targets = str(info.base), info.peft_targets
+            written = write_adapter(
+                Path(out_dir), dict(tensors), info.facts, base_model=base, target_modules=targets, sync=False
+            )
+            paths.extend(written)
+
+        tensors = backend.progress.over(backend.full_adapter(), "writing the adapter: tensor")
+        world, what = backend.topology.world, f"version {version} of the adapter to {out_dir}"
+        write_together(world, tensors, write if world.rank == 0 else None, what)
+        return [str(path) for path in paths]
+
+    # broadcast
+
+    @verb()
+    def join_engines(self, address: str, port: int, world_size: int, name: str, backend: str, timeout_s: float) -> None:
+        """Join a process group with all engines as rank 0, and wait for them; other ranks are not members."""
+        if self._backend.topology.world.rank != 0:
+            return
+        self.leave_engines()
         self._group = join_process_group(
             address=address, port=port, rank=0, world_size=world_size, name=name, backend=backend, timeout_s=timeout_s
         )
 
-    def broadcast(self, backend: TrainBackend) -> None:
-        """Send all tensors to the engines, bucket by bucket; a failure closes the group, so that engines don't hang."""
-        try:
-            count = len(backend.hf_plan(self._dtype, self._buffer_size, owners=SENDER_RANKS))
-            buckets = backend.hf_buckets(self._dtype, self._buffer_size, owners=SENDER_RANKS)
-            for bucket in backend.progress.over(buckets, "sending weights: bucket", count):
-                if self._group is None or bucket.tensors is None:
-                    continue
-                sent = [tensor.contiguous() for tensor in bucket.tensors.values()]
-                _wait_all([dist.broadcast(tensor, src=0, group=self._group, async_op=True) for tensor in sent])
-            if backend.topology.device.type == "cuda":
-                torch.cuda.synchronize(backend.topology.device)
-        except BaseException:
-            self.leave()
-            raise
-
-    def adapter_buckets(self, backend: TrainBackend) -> tuple[JsonObject, list[list[JsonObject]]]:
-        """Return the adapter's config for the engines, and the buckets that `broadcast_adapter` sends."""
-        facts, layout = trained_adapter(backend).facts.to_dict(), adapter_layout(backend)
-        ranges = plan_bucket_ranges([4 * prod(tensor["shape"]) for tensor in layout], self._buffer_size)
-        return facts, [layout[start:end] for start, end in ranges]
-
-    def broadcast_adapter(self, backend: TrainBackend) -> None:
-        """Send the adapter to the engines; a failure closes the group, as in `broadcast`."""
-        try:
-            send_adapter(backend, self._group, buffer_size=self._buffer_size)
-        except BaseException:
-            self.leave()
-            raise
-
-    def leave(self) -> None:
+    def leave_engines(self) -> None:
         """Leave the engines' group; safe without one."""
         group, self._group = self._group, None
         if group is not None:
             leave_process_group(group)
 
-    def checksums(self, backend: TrainBackend) -> dict[str, str]:
-        """Compute the checksums of the tensors that this rank owns, as the engines should have them."""
+    @verb()
+    def weight_buckets(self) -> list[Layout]:
+        """Describe the buckets that `broadcast_weights` sends."""
+        return [
+            tensor_layouts(bucket)
+            for bucket in self._backend.hf_plan(self._dtype, self._buffer_size, owners=SENDER_RANKS)
+        ]
+
+    @verb()
+    def broadcast_weights(self, version: int) -> None:
+        """Send all tensors to the engines, bucket by bucket; return when the engines have all of them."""
+        self._actor.remember_exported(version)
+        backend, how = self._backend, (self._dtype, self._buffer_size)
+        count = len(backend.hf_plan(*how, owners=SENDER_RANKS))
+        buckets = backend.hf_buckets(*how, owners=SENDER_RANKS)
+        self._broadcast(
+            (bucket.tensors or {}).values()
+            for bucket in backend.progress.over(buckets, "sending weights: bucket", count)
+        )
+
+    @verb()
+    def adapter_buckets(self) -> tuple[JsonObject, list[Layout]]:
+        """Return the adapter's config for the engines, and the buckets that `broadcast_adapter` sends."""
+        layout = [
+            {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
+            for name, tensor in self._backend.full_adapter()
+        ]
+        ranges = plan_bucket_ranges([4 * prod(tensor["shape"]) for tensor in layout], self._buffer_size)
+        return self._adapter.facts.to_dict(), [layout[start:end] for start, end in ranges]
+
+    @verb()
+    def broadcast_adapter(self, version: int) -> None:
+        """Send the adapter's tensors, as `adapter_buckets` lists them; return when the engines have all of them."""
+        self._actor.remember_exported(version)
+
+        def buckets() -> Iterator[list[torch.Tensor]]:
+            bucket: list[torch.Tensor] = []
+            tensors = self._backend.full_adapter()
+            for _, tensor in self._backend.progress.over(tensors, "sending the adapter: tensor"):
+                bucket.append(tensor.detach())
+                if sum(one.nbytes for one in bucket) >= self._buffer_size:
+                    yield bucket
+                    bucket = []
+            yield bucket
+
+        self._broadcast(buckets())
+
+    def _broadcast(self, buckets: Iterator[Iterable[torch.Tensor]]) -> None:
+        """Send buckets from rank 0, one after the other; a failure closes the group, so that engines don't hang."""
+        try:
+            for bucket in buckets:
+                if self._group is None:
+                    continue
+                sent = [tensor.contiguous() for tensor in bucket]
+                for work in [dist.broadcast(tensor, src=0, group=self._group, async_op=True) for tensor in sent]:
+                    assert work is not None
+                    work.wait()
+            if self._backend.topology.device.type == "cuda":
+                torch.cuda.synchronize(self._backend.topology.device)
+        except BaseException:
+            self.leave_engines()
+            raise
+
+    # memory shared with the engines
+
+    @verb()
+    def share_bucket(self, number: int, version: int, region: str | None = None) -> JsonObject:
+        """Put a bucket into memory that engines on this machine open: device memory, or a host region at this path.
+
+        Returns its place (`memory`, on rank 0), or the reason why it is impossible (`refused`). The first answer of an
+        update also has `buckets`; it is one bucket if the memory has room for all tensors.
+        """
+        if number == 1:
+            self._actor.remember_exported(version)
+        return self._shared.share(self._backend, number, region)
+
+    @verb()
+    def stop_sharing(self) -> None:
+        """End the update, after all engines have copied its buckets, and free the device memory."""
+        self._shared.stop()
+
+    # checks
+
+    @verb()
+    def weight_checksums(self) -> dict[str, str]:
+        """Compute the xxh3-128 of every tensor that this rank owns, in the rollout's dtype."""
         from slime.models.delta.apply import tensor_checksums
 
-        buckets = backend.hf_buckets(self._dtype, self._buffer_size)
+        buckets = self._backend.hf_buckets(self._dtype, self._buffer_size)
         return tensor_checksums(
             pair
-            for bucket in backend.progress.over(buckets, "checksums: bucket")
+            for bucket in self._backend.progress.over(buckets, "checksums: bucket")
             for pair in (bucket.tensors or {}).items()
         )
+
+    @property
+    def _adapter(self) -> TrainedAdapter:
+        """The adapter of a run that trains one."""
+        if self._backend.adapter is None:
+            raise RuntimeError("--lora-rank: the run trains no adapter, so none can be exported")
+        return self._backend.adapter
