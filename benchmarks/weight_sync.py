@@ -42,7 +42,7 @@ from slime.engine.http.client import EngineClient
 from slime.train.trainer_group import TrainerGroup
 from slime.weights import make_publisher
 from slime.weights.ipc import DEVICE, HOST, SharedMemoryPublisher
-from slime.weights.publisher import WeightPublisher
+from slime.weights.publisher import PublisherSettings, WeightPublisher
 from slime.weights.transport import largest_export_bytes
 
 WAYS = {"full, GPU memory": DEVICE, "full, pinned region": HOST}
@@ -121,9 +121,8 @@ def publisher_of(
         raise SystemExit(f"{mode}: the engine could not open the memory")
 
     largest = largest_export_bytes(Path(config.hf_checkpoint or ""))
-    return SharedMemoryPublisher(
-        trainers, [client], run_async, through_files=refuse, largest_bytes=largest, ways=[WAYS[mode]]
-    )
+    settings = PublisherSettings(trainers, [client], run_async)
+    return SharedMemoryPublisher(settings, through_files=refuse, largest_bytes=largest, ways=[WAYS[mode]])
 
 
 def measure(

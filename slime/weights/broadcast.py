@@ -22,10 +22,8 @@ from slime.weights.publisher import (
     Buckets,
     EngineKind,
     PublisherSettings,
-    RunOnClientLoop,
     StagedVersion,
     WeightPublisher,
-    WeightSource,
     call_all,
     tensor_bytes,
 )
@@ -49,51 +47,47 @@ def local_store_address(urls: Sequence[str]) -> tuple[str, int]:
 
 
 class BroadcastPublisher(WeightPublisher):
-    """Broadcasts weights to all engines with `backend` nccl or gloo.
+    """Broadcasts whole weights, or A and B of an adapter, to all engines with `backend` nccl or gloo.
 
     `processes_per_engine` is the number of ranks of one engine. Without `meet` the trainers' rank 0 is on this machine.
     """
 
     def __init__(
         self,
-        source: WeightSource,
-        clients: Sequence[EngineClient],
-        run_async: RunOnClientLoop,
+        settings: PublisherSettings,
         *,
         backend: str,
         engine_kind: EngineKind,
+        with_adapter: bool = False,
         processes_per_engine: int = 1,
         meet: ChooseStoreAddress | None = None,
-        settings: PublisherSettings | None = None,
     ) -> None:
-        super().__init__(source, clients, run_async, settings=settings)
+        super().__init__(settings)
         self._backend = backend
         self._kind = engine_kind
+        self._with_adapter = with_adapter
         self._processes_per_engine = processes_per_engine
         self._meet = meet or local_store_address
         self._group: str | None = None
         self._buckets: Buckets = ()
         self._adapter: JsonObject | None = None
 
-    def _stage(self, version: int) -> StagedVersion:
+    def _stage(self, version: int, *, whole: bool) -> StagedVersion:
         if self._group is None:
-            self._buckets = self._plan_buckets()
-            self._run_async(named(self._compare_shapes(), f"shape check of weight update {version}"))
-            self._group = self._run_async(named(self._connect(), "weight update group"))
+            if self._with_adapter:
+                self._adapter, self._buckets = self._source.call("adapter_buckets")[0]
+            else:
+                self._buckets = self._source.call("weight_buckets")[0]
+            if self._kind == "embedded" and not self._with_adapter:
+                self._settings.run_async(named(self._compare_shapes(), f"shape check of weight update {version}"))
+            self._group = self._settings.run_async(named(self._connect(), "weight update group"))
         return StagedVersion(sum(tensor_bytes(tensor) for bucket in self._buckets for tensor in bucket))
 
-    def _plan_buckets(self) -> Buckets:
-        """Return the buckets that will be sent."""
-        buckets: Buckets = self._source.call("weight_buckets")[0]
-        return buckets
-
-    def _send(self, version: int) -> None:
-        """Make the trainers send the buckets to the group."""
-        self._source.call("broadcast_weights", version=version)
-
     async def _compare_shapes(self) -> None:
-        if self._kind != "embedded":
-            return
+        """Compare the shapes of the engines with the announced ones.
+
+        An adapter changes no weight before its last bucket, at which the engine checks it.
+        """
         for client in self._clients:
             has = (await client.check_weights("shapes", timeout_s=self._settings.timeout_s))["shapes"]
             for tensor in (tensor for bucket in self._buckets for tensor in bucket):
@@ -159,7 +153,9 @@ class BroadcastPublisher(WeightPublisher):
                 await self._disband()  # or the trainer would wait for an engine that does not receive
                 raise
 
-        results = await asyncio.gather(announce_all(), asyncio.to_thread(self._send, version), return_exceptions=True)
+        verb = "broadcast_adapter" if self._with_adapter else "broadcast_weights"
+        sending = asyncio.to_thread(self._source.call, verb, version=version)
+        results = await asyncio.gather(announce_all(), sending, return_exceptions=True)
         if any(isinstance(result, BaseException) for result in results):
             await self._disband()
         announced, sent = results
@@ -180,14 +176,14 @@ class BroadcastPublisher(WeightPublisher):
         return False
 
     def engines_changed(self) -> None:
-        self._run_async(named(self._disband(), "end of the weight update group"))
+        self._settings.run_async(named(self._disband(), "end of the weight update group"))
 
     def _retire(self, staged: StagedVersion, version: int, *, arrived: bool) -> None:
         pass
 
     def close(self) -> None:
         """Leave the group; the trainer's side ends with its process."""
-        self._run_async(named(self._disband(), "end of the weight update group"))
+        self.engines_changed()
 
 
 def _raise_first(results: Sequence[object]) -> None:

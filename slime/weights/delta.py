@@ -23,20 +23,15 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from slime.cluster.watchdog import named
 from slime.config.paths import LOCAL_FILES
 from slime.engine.http.client import EngineClient, EngineRejected
 from slime.errors import RunFailed
 from slime.models.delta.folder import BadDelta, DeltaPart, join_parts, read_index
 from slime.storage.files import MANIFEST, fsync_path
-from slime.weights.disk import DiskPublisher, VersionFolders, file_bytes
-from slime.weights.publisher import (
-    PublisherSettings,
-    RunOnClientLoop,
-    StagedVersion,
-    WeightSource,
-    stage_version,
-)
+from slime.weights.folder import FolderPublisher, VersionFolders, file_bytes
+from slime.weights.publisher import PublisherSettings, StagedVersion
+
+logger = logging.getLogger(__name__)
 
 _FILES = LOCAL_FILES
 _SYNC = Path(LOCAL_FILES).parts[0]
@@ -123,26 +118,26 @@ class LocalCheckpoint:
             yield
 
 
-logger = logging.getLogger(__name__)
+class DeltaPublisher(FolderPublisher):
+    """Writes deltas to folders, and makes embedded engines apply them to their weights.
 
-
-class DeltaPublisher(DiskPublisher):
-    """Writes deltas to folders, and makes embedded engines apply them to their weights."""
+    With `local` they are applied to that model folder on the engines' machine, while the engines generate; SGLang loads
+    it like any other folder.
+    """
 
     def __init__(
         self,
-        source: WeightSource,
-        clients: Sequence[EngineClient],
-        run_async: RunOnClientLoop,
+        settings: PublisherSettings,
         folders: VersionFolders,
-        settings: PublisherSettings | None = None,
         *,
         encoding: str,
         checksum: str,
+        local: Path | None = None,
     ) -> None:
-        super().__init__(source, clients, run_async, folders, settings)
+        super().__init__(settings, folders)
         self._encoding = encoding
         self._checksum = checksum
+        self._local = None if local is None else LocalCheckpoint(local)
         self._base: int | None = None
         self._total_bytes = 0
 
@@ -160,42 +155,46 @@ class DeltaPublisher(DiskPublisher):
                 index = None
             if index is not None and index.base_version == base:
                 staged = StagedVersion(file_bytes(folder.glob("*.safetensors")), folder, density=0.0)
-                swap = self._swap(clients, staged, version)
-                if not self._run_async(named(swap, f"delta {version} for engines that came back")).refused:
+                if not self._swap(clients, staged, version).refused:
                     return True
         published, self._base = self._base, None
         brought = super().bring(clients, version)
         self._base = version if published == version else None
         return brought
 
-    def _stage(self, version: int) -> StagedVersion:
+    def _stage(self, version: int, *, whole: bool) -> StagedVersion:
         base, self._base = self._base, None  # until this one has arrived
-        if base is None:
-            return self._stage_whole(version)
+        if whole or base is None:
+            staged = super()._stage(version, whole=True)
+            self._total_bytes = staged.bytes
+            if self._local is not None:
+                self._local.rebuild(self._folder_of(version), version)
+            return staged
         with self._version_folder(version) as unfinished:
             written = self._source.call("export_delta", out_dir=str(unfinished), version=version, base_version=base)
             parts = [DeltaPart(**part) for part in written]
-            files = join_parts(
-                unfinished,
-                parts,
-                version=version,
-                base_version=base,
-                encoding=self._encoding,
-                checksum=self._checksum,
-            )
-            size = file_bytes(files)
+            facts = {"encoding": self._encoding, "checksum": self._checksum}
+            size = file_bytes(join_parts(unfinished, parts, version=version, base_version=base, **facts))
         density = sum(part.changed_bytes for part in parts) / self._total_bytes
-        return StagedVersion(size, self._folder_of(version), density=density)
-
-    def _stage_whole(self, version: int) -> StagedVersion:
-        staged = super()._stage(version)
-        self._total_bytes = staged.bytes
+        staged = StagedVersion(size, self._folder_of(version), density=density)
+        if self._local is None:
+            return staged
+        try:
+            self._local.apply(self._folder_of(version))
+        except LocalCheckpointBroken as cause:
+            logger.warning("%s; rebuilding it from the whole weights of version %d", cause, version)
+            rebuilt = self._stage(version, whole=True)
+            return replace(staged, bytes=size + rebuilt.bytes, full_fallbacks=1)
         return staged
+
+    async def _announce(self, client: EngineClient, staged: StagedVersion, version: int) -> None:
+        folder = staged.folder if self._local is None else self._local.folder
+        await super()._announce(client, replace(staged, folder=folder), version)
 
     async def _transfer(
         self, clients: Sequence[EngineClient], staged: StagedVersion, version: int
     ) -> Sequence[EngineClient]:
-        if staged.density is None:
+        if staged.density is None or self._local is not None:
             return await super()._transfer(clients, staged, version)
         calls = [self._announce(client, self._seen_by(client, staged), version) for client in clients]
         refused = []
@@ -208,62 +207,7 @@ class DeltaPublisher(DiskPublisher):
                 raise result
         return refused
 
-    def _send_whole(self, refused: Sequence[EngineClient], version: int) -> StagedVersion:
-        try:
-            staged = stage_version(self._stage_whole, version)
-        except BaseException:
-            self._run_async(named(self._resume_engines(refused), f"end of weight update {version}"))
-            raise
-        self._run_async(named(self._swap(refused, staged, version), f"whole weight update {version}"))
-        return staged
-
     def _retire(self, staged: StagedVersion, version: int, *, arrived: bool) -> None:
         if arrived:
             self._base = version
         super()._retire(staged, version, arrived=arrived)
-
-
-class LocalDeltaPublisher(DeltaPublisher):
-    """Applies deltas to a model folder on the engines' machine, which SGLang loads like any other folder.
-
-    The engines are not paused while a delta is applied to the folder.
-    """
-
-    def __init__(
-        self,
-        source: WeightSource,
-        clients: Sequence[EngineClient],
-        run_async: RunOnClientLoop,
-        folders: VersionFolders,
-        settings: PublisherSettings | None = None,
-        *,
-        encoding: str,
-        checksum: str,
-        local: Path,
-    ) -> None:
-        super().__init__(source, clients, run_async, folders, settings, encoding=encoding, checksum=checksum)
-        self._local = LocalCheckpoint(local)
-
-    def _stage(self, version: int) -> StagedVersion:
-        staged = super()._stage(version)
-        assert staged.folder is not None
-        if staged.density is None:
-            self._local.rebuild(staged.folder, version)
-            return staged
-        try:
-            self._local.apply(staged.folder)
-        except LocalCheckpointBroken as cause:
-            logger.warning("%s; rebuilding it from the whole weights of version %d", cause, version)
-            whole = self._stage_whole(version)
-            assert whole.folder is not None
-            self._local.rebuild(whole.folder, version)
-            return replace(staged, bytes=staged.bytes + whole.bytes, full_fallbacks=1)
-        return staged
-
-    async def _announce(self, client: EngineClient, staged: StagedVersion, version: int) -> None:
-        await super()._announce(client, replace(staged, folder=self._local.folder), version)
-
-    async def _transfer(
-        self, clients: Sequence[EngineClient], staged: StagedVersion, version: int
-    ) -> Sequence[EngineClient]:
-        return await super()._transfer(clients, replace(staged, density=None), version)

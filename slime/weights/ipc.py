@@ -25,10 +25,8 @@ from slime.weights.publisher import (
     EngineSwapResult,
     PublisherSettings,
     PublishResult,
-    RunOnClientLoop,
     StagedVersion,
     WeightPublisher,
-    WeightSource,
     call_all,
     require_version,
     tensor_bytes,
@@ -51,16 +49,13 @@ class SharedMemoryPublisher(WeightPublisher):
 
     def __init__(
         self,
-        source: WeightSource,
-        clients: Sequence[EngineClient],
-        run_async: RunOnClientLoop,
+        settings: PublisherSettings,
         *,
         through_files: Callable[[], WeightPublisher],
         largest_bytes: int,
         ways: Sequence[str] = (DEVICE, HOST),
-        settings: PublisherSettings | None = None,
     ) -> None:
-        super().__init__(source, clients, run_async, settings=settings)
+        super().__init__(settings)
         self._through_files = through_files
         self._largest_bytes = largest_bytes
         self._ways = list(ways)
@@ -102,7 +97,7 @@ class SharedMemoryPublisher(WeightPublisher):
             self._files = self._through_files()
         return self._files
 
-    def _stage(self, version: int) -> StagedVersion:
+    def _stage(self, version: int, *, whole: bool) -> StagedVersion:
         self._first = self._share(1, version)
         self._buckets = self._first["buckets"]
         return StagedVersion(sum(tensor_bytes(one) for each in self._buckets for one in each))

@@ -97,7 +97,7 @@ class PublishResult:
 
 @dataclass(frozen=True)
 class StagedVersion:
-    """A version that is ready for the engines: its size, and its files if there are any."""
+    """A version that is ready for the engines: its size, and its folder and files if there are any."""
 
     bytes: int
     folder: Path | None = None
@@ -127,8 +127,15 @@ class Delivery(Protocol):
 
 @dataclass(frozen=True)
 class PublisherSettings:
-    """Settings of all transports; an update aborts requests only in pause mode `abort`."""
+    """The trainers, the engines, and the flags of an update; an update aborts requests only in pause mode `abort`.
 
+    `clients` may be a live view of elastic engines (`EnginePool.roster`): each update goes to the engines that are
+    present when it starts.
+    """
+
+    source: WeightSource
+    clients: Sequence[EngineClient]
+    run_async: RunOnClientLoop
     timeout_s: float = 600.0
     pause_mode: PauseMode = "abort"
     check: Callable[[int], None] | None = None
@@ -142,61 +149,39 @@ class PublisherSettings:
 
 
 class WeightPublisher(ABC):
-    """Publishes the weights of a source to all engines; a transport defines how to stage, announce and remove them.
+    """Publishes the weights of a source to all engines: stages a version, announces it to each engine, removes it."""
 
-    `clients` may be a live view of elastic engines (`EnginePool.roster`): each update goes to the engines that are
-    present when it starts.
-    """
-
-    def __init__(
-        self,
-        source: WeightSource,
-        clients: Sequence[EngineClient],
-        run_async: RunOnClientLoop,
-        *,
-        settings: PublisherSettings | None = None,
-    ) -> None:
-        self._source = source
-        self._roster = clients
-        self._clients = list(clients)
-        self._run_async = run_async
-        self._settings = settings or PublisherSettings()
+    def __init__(self, settings: PublisherSettings) -> None:
+        self._settings = settings
+        self._source = settings.source
+        self._clients = list(settings.clients)
         self._copies: dict[EngineClient, Path] = {}
 
     def publish(self, version: int) -> PublishResult:
         """Send the trainer's current weights to every engine as version `version`."""
         started = time.perf_counter()
-        present = list(self._roster)
+        present = list(self._settings.clients)
         if present != self._clients:
             self.engines_changed()
             self._clients = present
-        staged = stage_version(self._stage, version)
+        staged = self._staged(version)
         written = time.perf_counter() - started
-        arrived = False
+        arrived, total, fallbacks = False, staged.bytes, staged.full_fallbacks
         try:
-            swapped = self._run_async(named(self._swap(self._clients, staged, version), f"weight update {version}"))
+            swapped = self._swap(self._clients, staged, version)
             paused_seconds = swapped.paused_seconds
             if swapped.refused:
                 began = time.perf_counter()
-                whole = self._send_whole(swapped.refused, version)
+                total += self._send_whole(swapped.refused, version)
                 paused_seconds += time.perf_counter() - began
-                staged = StagedVersion(
-                    staged.bytes + whole.bytes, staged.folder, staged.files, staged.density, len(swapped.refused)
-                )
+                fallbacks = len(swapped.refused)
             arrived = True
         finally:
             self._retire(staged, version, arrived=arrived)
         if self._settings.check is not None:
             self._settings.check(version)
-        return PublishResult(
-            version,
-            time.perf_counter() - started,
-            paused_seconds,
-            staged.bytes,
-            written,
-            staged.density,
-            staged.full_fallbacks,
-        )
+        seconds = time.perf_counter() - started
+        return PublishResult(version, seconds, paused_seconds, total, written, staged.density, fallbacks)
 
     @property
     def staged_in(self) -> Path | None:
@@ -209,10 +194,9 @@ class WeightPublisher(ABC):
         `base` is a version of this run that all of them have, if known. Returns False if the engines have to wait for
         the next update.
         """
-        staged = stage_version(self._stage, version)
+        staged = self._staged(version)
         try:
-            urls = " ".join(client.base_url for client in clients)
-            self._run_async(named(self._swap(clients, staged, version), f"weight update {version} of {urls}"))
+            self._swap(clients, staged, version)
         finally:
             self._retire(staged, version, arrived=False)
         return True
@@ -220,13 +204,12 @@ class WeightPublisher(ABC):
     def engines_changed(self) -> None:  # noqa: B027 (most transports keep no state of engines)
         """Handle engines that joined, left or restarted since the last update."""
 
-    def _stage_whole(self, version: int) -> StagedVersion:
-        """Stage the whole weights, for engines whose version is unknown."""
-        return self._stage(version)
-
     @abstractmethod
-    def _stage(self, version: int) -> StagedVersion:
-        """Make the source write its weights to a place that the engines can read."""
+    def _stage(self, version: int, *, whole: bool) -> StagedVersion:
+        """Make the source write its weights to a place that the engines can read.
+
+        With `whole` they do not depend on an earlier version.
+        """
 
     @abstractmethod
     async def _announce(self, client: EngineClient, staged: StagedVersion, version: int) -> None:
@@ -240,36 +223,43 @@ class WeightPublisher(ABC):
     def close(self) -> None:
         """Remove all data of this publisher; may be called again."""
 
-    async def _transfer(
-        self, clients: Sequence[EngineClient], staged: StagedVersion, version: int
-    ) -> Sequence[EngineClient]:
-        """Make the paused engines load the staged weights; return those that rejected them and need whole weights."""
-        await call_all(clients, lambda client: self._announce(client, self._seen_by(client, staged), version))
-        return ()
-
-    def _seen_by(self, client: EngineClient, staged: StagedVersion) -> StagedVersion:
-        copy = self._copies.get(client)
-        if copy is None:
-            return staged
-        return replace(staged, folder=copy, files=tuple(copy / path.name for path in staged.files))
-
-    def _send_whole(self, refused: Sequence[EngineClient], version: int) -> StagedVersion:
-        """Send the whole weights to engines that rejected an update and are still paused."""
-        raise NotImplementedError(f"{type(self).__name__} has no refusals")
-
-    async def _swap(self, clients: Sequence[EngineClient], staged: StagedVersion, version: int) -> EngineSwapResult:
-        """Update the engines; those that cannot read this machine's files get copies of the staged files."""
-        delivery, folder = self._settings.delivery, staged.folder
-        if delivery is None or folder is None:
-            return await self._pause_and_load(clients, staged, version)
-        copies = await call_all(clients, lambda client: delivery.deliver(client, folder))
-        self._copies = {client: copy for client, copy in zip(clients, copies, strict=True) if copy is not None}
+    def _staged(self, version: int, *, whole: bool = False) -> StagedVersion:
+        """Stage a version; an error while writing files is raised as `WeightsNotWritten`."""
         try:
-            return await self._pause_and_load(clients, staged, version)
-        finally:
-            copied, self._copies = self._copies, {}
-            for client, copy in copied.items():
-                await delivery.forget(client, copy)
+            return self._stage(version, whole=whole)
+        except OSError as cause:
+            raise WeightsNotWritten(
+                f"cannot write version {version} of the weights: {cause}; the engines keep the version they have"
+            ) from cause
+
+    def _send_whole(self, refused: Sequence[EngineClient], version: int) -> int:
+        """Send the whole weights to engines that rejected an update and are still paused; return the bytes."""
+        try:
+            staged = self._staged(version, whole=True)
+        except BaseException:
+            self._settings.run_async(named(self._resume_engines(refused), f"end of weight update {version}"))
+            raise
+        self._swap(refused, staged, version)
+        return staged.bytes
+
+    def _swap(self, clients: Sequence[EngineClient], staged: StagedVersion, version: int) -> EngineSwapResult:
+        """Update the engines; those that cannot read this machine's files get copies of the staged files."""
+
+        async def swap() -> EngineSwapResult:
+            delivery, folder = self._settings.delivery, staged.folder
+            if delivery is None or folder is None:
+                return await self._pause_and_load(clients, staged, version)
+            copies = await call_all(clients, lambda client: delivery.deliver(client, folder))
+            self._copies = {client: copy for client, copy in zip(clients, copies, strict=True) if copy is not None}
+            try:
+                return await self._pause_and_load(clients, staged, version)
+            finally:
+                copied, self._copies = self._copies, {}
+                for client, copy in copied.items():
+                    await delivery.forget(client, copy)
+
+        whom = "" if clients is self._clients else f" of {' '.join(client.base_url for client in clients)}"
+        return self._settings.run_async(named(swap(), f"weight update {version}{whom}"))
 
     async def _pause_and_load(
         self, clients: Sequence[EngineClient], staged: StagedVersion, version: int
@@ -288,19 +278,23 @@ class WeightPublisher(ABC):
         require_version(updated, version, found)
         return EngineSwapResult(paused_seconds, refused)
 
+    async def _transfer(
+        self, clients: Sequence[EngineClient], staged: StagedVersion, version: int
+    ) -> Sequence[EngineClient]:
+        """Make the paused engines load the staged weights; return those that rejected them and need whole weights."""
+        await call_all(clients, lambda client: self._announce(client, self._seen_by(client, staged), version))
+        return ()
+
+    def _seen_by(self, client: EngineClient, staged: StagedVersion) -> StagedVersion:
+        """Return the staged version as the engine finds it: in its own copy, if it has one."""
+        copy = self._copies.get(client)
+        if copy is None:
+            return staged
+        return replace(staged, folder=copy, files=tuple(copy / path.name for path in staged.files))
+
     async def _resume_engines(self, clients: Sequence[EngineClient]) -> None:
         limit_s = min(_CONTINUE_S, *(client.control_timeout_s for client in clients)) if clients else _CONTINUE_S
         await asyncio.gather(*(client.continue_(timeout_s=limit_s) for client in clients), return_exceptions=True)
-
-
-def stage_version(stage: Callable[[int], StagedVersion], version: int) -> StagedVersion:
-    """Stage a version; an error while writing files is raised as `WeightsNotWritten`."""
-    try:
-        return stage(version)
-    except OSError as cause:
-        raise WeightsNotWritten(
-            f"cannot write version {version} of the weights: {cause}; the engines keep the version they have"
-        ) from cause
 
 
 def tensor_bytes(tensor: JsonMapping) -> int:

@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -24,8 +25,8 @@ from slime.errors import RunFailed, UserError
 from slime.models.delta.folder import delta_checksum, safetensors_entries
 from slime.storage.json_types import JsonObject
 from slime.weights.broadcast import BroadcastPublisher, ChooseStoreAddress
-from slime.weights.delta import DeltaPublisher, LocalDeltaPublisher
-from slime.weights.disk import DiskPublisher, VersionFolders
+from slime.weights.delta import DeltaPublisher
+from slime.weights.folder import Contents, FolderPublisher, VersionFolders
 from slime.weights.ipc import SharedMemoryPublisher
 from slime.weights.publisher import (
     Delivery,
@@ -36,13 +37,6 @@ from slime.weights.publisher import (
     WeightSource,
     call_all,
 )
-from slime.weights.shm_files import (
-    AdapterBroadcastPublisher,
-    AdapterDiskPublisher,
-    AdapterInMemoryPublisher,
-    FolderInMemoryPublisher,
-    TensorPublisher,
-)
 
 _NAMED = 3
 
@@ -51,62 +45,39 @@ class WeightsDiffer(RunFailed):
     """The bytes of an engine differ from the trainers' after an update."""
 
 
-class ChecksumCheck:
-    """Compares the tensor checksums that embedded engines report with those of the trainers."""
-
-    def __init__(
-        self, source: WeightSource, clients: Sequence[EngineClient], run_async: RunOnClientLoop, *, timeout_s: float
-    ) -> None:
-        self._source = source
-        self._clients = clients
-        self._run_async = run_async
-        self._timeout_s = timeout_s
-
-    def __call__(self, version: int) -> None:
-        expected: dict[str, str] = {}
-        for owned in self._source.call("weight_checksums"):
-            expected |= owned
-        clients = list(self._clients)
-        answers = self._run_async(named(self._ask(clients), f"weight check {version}"))
-        for client, found in zip(clients, answers, strict=True):
-            wrong = [name for name, checksum in expected.items() if found.get(name) != checksum]
-            if wrong:
-                raise WeightsDiffer(
-                    f"engine {client.base_url} differs from the trainers in {len(wrong)} of {len(expected)} tensors "
-                    f"after version {version}: {', '.join(wrong[:_NAMED])}"
-                )
-
-    async def _ask(self, clients: Sequence[EngineClient]) -> list[dict[str, str]]:
-        answers = await call_all(clients, lambda c: c.check_weights("checksum", timeout_s=self._timeout_s))
-        return [answer["checksums"] for answer in answers]
+def check_checksums(settings: PublisherSettings, version: int) -> None:
+    """Compare the tensor checksums that embedded engines report with those of the trainers."""
+    expected = {
+        name: checksum for owned in settings.source.call("weight_checksums") for name, checksum in owned.items()
+    }
+    clients = list(settings.clients)
+    asking = call_all(clients, lambda client: client.check_weights("checksum", timeout_s=settings.timeout_s))
+    answers = settings.run_async(named(asking, f"weight check {version}"))
+    for client, answer in zip(clients, answers, strict=True):
+        wrong = [name for name, checksum in expected.items() if answer["checksums"].get(name) != checksum]
+        if wrong:
+            raise WeightsDiffer(
+                f"engine {client.base_url} differs from the trainers in {len(wrong)} of {len(expected)} tensors "
+                f"after version {version}: {', '.join(wrong[:_NAMED])}"
+            )
 
 
-class ReloadCheck:
-    """Checks SGLang's engines: they take a snapshot, load a folder with all weights, and compare it with the snapshot.
+def check_by_reloading(settings: PublisherSettings, reload: WeightPublisher, version: int) -> None:
+    """Check SGLang's engines: they take a snapshot, load a folder with all weights, and compare it with the snapshot.
 
     SGLang stores its tensors under its own names, and can compare them only with a snapshot of itself.
     """
 
-    def __init__(
-        self, reload: WeightPublisher, clients: Sequence[EngineClient], run_async: RunOnClientLoop, *, timeout_s: float
-    ) -> None:
-        self._reload = reload
-        self._clients = clients
-        self._run_async = run_async
-        self._timeout_s = timeout_s
+    def ask(action: str) -> Coroutine[object, object, list[JsonObject]]:
+        clients = list(settings.clients)
+        return call_all(clients, lambda client: client.check_weights(action, timeout_s=settings.timeout_s))
 
-    def __call__(self, version: int) -> None:
-        self._run_async(named(self._ask("snapshot"), f"snapshot of version {version}"))
-        self._reload.publish(version)
-        try:
-            self._run_async(named(self._ask("compare"), f"comparison of version {version}"))
-        except EngineRejected as cause:
-            raise WeightsDiffer(
-                f"version {version} differs from the same weights loaded as a folder: {cause}"
-            ) from cause
-
-    def _ask(self, action: str) -> Coroutine[object, object, list[JsonObject]]:
-        return call_all(list(self._clients), lambda client: client.check_weights(action, timeout_s=self._timeout_s))
+    settings.run_async(named(ask("snapshot"), f"snapshot of version {version}"))
+    reload.publish(version)
+    try:
+        settings.run_async(named(ask("compare"), f"comparison of version {version}"))
+    except EngineRejected as cause:
+        raise WeightsDiffer(f"version {version} differs from the same weights loaded as a folder: {cause}") from cause
 
 
 POST_WRITE = "--custom-update-weight-post-write-path"
@@ -246,45 +217,57 @@ def make_publisher(
     transport, reason = choose_transport(config, device, engine_kind, nodes=nodes)
     logger.info("weight updates by %s: %s", transport, reason)
     limit_s = Limit(config.engine_start_timeout, "--engine-start-timeout")
-    settings = PublisherSettings(limit_s, cast(PauseMode, config.update_weight_pause_mode), delivery=delivery)
+    pause_mode = cast(PauseMode, config.update_weight_pause_mode)
+    settings = PublisherSettings(source, clients, run_async, limit_s, pause_mode, delivery=delivery)
     if config.check_weight_update_equal:
         if nodes and engine_kind == "sglang":
             raise UserError(
                 "--check-weight-update-equal has SGLang's servers load a folder in this machine's memory, and "
                 f"{_first_names(nodes)} is another one: drop it, or use the embedded engine"
             )
-        check = _make_check(config, source, clients, run_async, engine_kind, settings)
+        check = partial(check_checksums, settings)
+        if engine_kind == "sglang":
+            check = partial(check_by_reloading, settings, _in_memory(config, "cpu", settings, engine_kind))
         settings = replace(settings, check=check)
     if transport == "tensor":
-        return _in_memory(config, device, source, clients, run_async, engine_kind, settings)
+        return _in_memory(config, device, settings, engine_kind)
     if transport == "nccl":
-        by_broadcast = AdapterBroadcastPublisher if sends_adapter(config) else BroadcastPublisher
-        return by_broadcast(
-            source,
-            clients,
-            run_async,
+        return BroadcastPublisher(
+            settings,
             # NCCL does not allow two members on one GPU, which colocated trainers and engines would be
             backend="nccl" if device == "cuda" and not config.colocate else "gloo",
             meet=None if placement is None or not nodes else _store_address_on(placement.trainers[0].node),
             engine_kind=engine_kind,
+            with_adapter=sends_adapter(config),
             processes_per_engine=config.rollout_num_gpus_per_engine if engine_kind == "sglang" else 1,
-            settings=settings,
         )
+    on_written: Callable[[Path], None] | None = None
+    if config.custom_update_weight_post_write_path is not None:
+        hook = load_function(
+            config.custom_update_weight_post_write_path, what=POST_WRITE,
+            params=("args", "version_dir", "rollout_engines"),
+        )  # fmt: skip
+
+        def on_written(version_dir: Path) -> None:
+            hook(plugin_args(config), str(version_dir), list(clients))
+
     folders = VersionFolders(
         weights_folder(config, run_dir),
         Path(config.hf_checkpoint or ""),
         keep_files=config.update_weight_disk_keep_files,
-        on_written=_post_write_hook(config, clients),
+        on_written=on_written,
     )
     if config.update_weight_mode == "full":
-        by_disk = AdapterDiskPublisher if sends_adapter(config) else DiskPublisher
-        return by_disk(source, clients, run_async, folders, settings)
-    checksum = delta_checksum(config.update_weight_delta_checksum, device)
-    kind = {"encoding": config.update_weight_delta_encoding, "checksum": checksum}
-    if engine_kind == "embedded":
-        return DeltaPublisher(source, clients, run_async, folders, settings, **kind)
-    local = Path(config.update_weight_local_checkpoint_dir or Path(run_dir) / "weights_local")
-    return LocalDeltaPublisher(source, clients, run_async, folders, settings, **kind, local=local)
+        return FolderPublisher(settings, folders, "adapter" if sends_adapter(config) else "model")
+    return DeltaPublisher(
+        settings,
+        folders,
+        encoding=config.update_weight_delta_encoding,
+        checksum=delta_checksum(config.update_weight_delta_checksum, device),
+        local=None
+        if engine_kind == "embedded"
+        else Path(config.update_weight_local_checkpoint_dir or Path(run_dir) / "weights_local"),
+    )
 
 
 def largest_export_bytes(hf_checkpoint: Path) -> int:
@@ -298,70 +281,23 @@ def largest_adapter_bytes(hf_checkpoint: Path, rank: int) -> int:
     return sum(4 * rank * sum(entry.shape) for entry in entries if len(entry.shape) == 2)
 
 
-def _in_memory(
-    config: Config,
-    device: str,
-    source: WeightSource,
-    clients: Sequence[EngineClient],
-    run_async: RunOnClientLoop,
-    engine_kind: EngineKind,
-    settings: PublisherSettings,
-) -> WeightPublisher:
+def _in_memory(config: Config, device: str, settings: PublisherSettings, engine_kind: EngineKind) -> WeightPublisher:
+    """Create a publisher for engines on the trainers' machine."""
     hf_checkpoint = Path(config.hf_checkpoint or "")
     with_adapter = sends_adapter(config)
-    needed = largest_adapter_bytes(hf_checkpoint, config.lora_rank) if with_adapter else None
-    root, why = choose_root(largest_export_bytes(hf_checkpoint) if needed is None else needed)
+    largest = largest_export_bytes(hf_checkpoint)
+    root, why = choose_root(largest_adapter_bytes(hf_checkpoint, config.lora_rank) if with_adapter else largest)
     logger.info("weights are staged in %s: %s", root, why)
-    if with_adapter:
-        return AdapterInMemoryPublisher(
-            source, clients, run_async, root=root, hf_checkpoint=hf_checkpoint, settings=settings
-        )
-    if engine_kind == "embedded":
+    contents: Contents = "adapter" if with_adapter else "tensors" if engine_kind == "embedded" else "model"
 
-        def through_files() -> WeightPublisher:
-            return TensorPublisher(source, clients, run_async, root=root, settings=settings)
+    def through_files() -> WeightPublisher:
+        return FolderPublisher(settings, VersionFolders(root, hf_checkpoint, in_memory=True), contents)
 
-        if device != "cuda":
-            return through_files()
-        return SharedMemoryPublisher(
-            source,
-            clients,
-            run_async,
-            through_files=through_files,
-            largest_bytes=largest_export_bytes(hf_checkpoint),
-            settings=settings,
-        )
-    return FolderInMemoryPublisher(
-        source, clients, run_async, root=root, hf_checkpoint=hf_checkpoint, settings=settings
-    )
-
-
-def _make_check(
-    config: Config,
-    source: WeightSource,
-    clients: Sequence[EngineClient],
-    run_async: RunOnClientLoop,
-    engine_kind: EngineKind,
-    settings: PublisherSettings,
-) -> Callable[[int], None]:
-    if engine_kind == "embedded":
-        return ChecksumCheck(source, clients, run_async, timeout_s=settings.timeout_s)
-    reload = _in_memory(config, "cpu", source, clients, run_async, engine_kind, settings)
-    return ReloadCheck(reload, clients, run_async, timeout_s=settings.timeout_s)
+    if contents != "tensors" or device != "cuda":
+        return through_files()
+    return SharedMemoryPublisher(settings, through_files=through_files, largest_bytes=largest)
 
 
 def _store_address_on(node: Node) -> ChooseStoreAddress:
     """Return a function that chooses a port of the node, where the trainers' rank 0 serves the store of the group."""
     return lambda urls: (node.address, node.free_ports(1)[0])
-
-
-def _post_write_hook(config: Config, clients: Sequence[EngineClient]) -> Callable[[Path], None] | None:
-    path = config.custom_update_weight_post_write_path
-    if path is None:
-        return None
-    hook = load_function(path, what=POST_WRITE, params=("args", "version_dir", "rollout_engines"))
-
-    def call(version_dir: Path) -> None:
-        hook(plugin_args(config), str(version_dir), list(clients))
-
-    return call

@@ -29,8 +29,8 @@ from slime.engine.fleet.supervisor import HealthCheckSettings
 from slime.engine.http.client import EngineClient
 from slime.engine.http.pool import EnginePool
 from slime.rollout.event_loop import LoopThread
+from slime.weights.folder import FolderPublisher, VersionFolders
 from slime.weights.publisher import PublisherSettings, WeightPublisher
-from slime.weights.shm_files import TensorPublisher
 from tests.e2e.runs import started, wait_until
 from tests.tiny_models import make_model_folder
 from tests.weights.model_source import ModelSource
@@ -220,8 +220,8 @@ def test_engine_rejoins_a_restarted_run_with_its_weight_version(run: Run, folder
 def test_engine_without_shared_files_gets_weights_over_the_connection(run: Run, folder: Path, tmp_path: Path) -> None:
     source, root = ModelSource(folder, torch.float32), tmp_path / "shm"
     root.mkdir()
-    settings = PublisherSettings(delivery=run.joined)
-    run.publisher = TensorPublisher(source, run.pool.roster, run.loop.run, root=root, settings=settings)
+    settings = PublisherSettings(source, run.pool.roster, run.loop.run, delivery=run.joined)
+    run.publisher = FolderPublisher(settings, VersionFolders(root, folder, in_memory=True), "tensors")
     source.step(1)
     run.publisher.publish(1)
     (run.run_dir / MARKER_FILE).unlink()  # simulates a machine without the shared files

@@ -432,7 +432,7 @@ def test_rollout_without_updates_counts_as_one_skipped_step(
     flags = {"num_steps_per_rollout": 3, "max_skipped_steps": 2}
     run = InProcess(config_for(model_folder("llama"), tmp_path, **flags))
     group = TrainerGroup(run.config, device="cpu", run_dir=tmp_path)
-    monkeypatch.setattr(group, "_call", lambda _, params: [run.trainer.train(**params[0])])
+    monkeypatch.setattr(group.processes, "call", lambda _, params: [run.trainer.train(**params[0])])
     head = run.trainer.actor.backend.module.model.lm_head.weight.to_local()
     column = head[:, 0].clone()
 

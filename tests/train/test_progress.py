@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,11 @@ from slime.cluster.watchdog import registry as board_module
 from slime.cluster.watchdog.registry import Wait, wait_registry
 from slime.config import Config
 from slime.train import worker
+from slime.train.checkpoints.errors import NotWritten
 from slime.train.processes import Rank, TrainerTimeout
 from slime.train.timers import RankProgress
-from slime.train.topology import Ranks
-from slime.train.trainer import Trainer
 from slime.train.trainer_group import TrainerGroup
+from slime.train.verbs import verb
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
 
@@ -167,47 +167,79 @@ def test_only_pending_ranks_of_the_call_renew_the_deadline(tmp_path: Path, clock
 # rank side
 
 
-def test_worker_sends_progress_only_during_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: list[RankProgress] = []
+class ReportingTrainer:
+    """Reports progress in each verb, and keeps how its ranks were joined."""
 
-    def handle(self: worker.Worker, method: str, params: dict[str, Any]) -> str:
-        kept.append(self.progress)
-        self.progress.begin(method, 2)
+    made: ReportingTrainer
+
+    def __init__(self, config: Config, device: str, progress: RankProgress, *, names: dict[str, str]) -> None:
+        ReportingTrainer.made = self
+        self.progress = progress
+        self.sender = object()
+
+    def init(self, ranks: dict[str, Any]) -> str:
+        self.ranks = ranks
+        return "ready"
+
+    def awake(self, needs: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    @verb()
+    def save(self) -> str:
+        self.progress.begin("save", 2)
         return "done"
 
-    monkeypatch.setattr(worker.Worker, "handle", handle)
+    @verb("nothing")
+    def train(self) -> None:
+        self.progress.begin("train", 2)
+        raise NotWritten("no space")
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Channel]:
+    """The driver's end of a channel to a worker whose trainer is a `ReportingTrainer`."""
+    monkeypatch.setattr(worker, "Trainer", ReportingTrainer)
+    monkeypatch.setattr(worker, "join_ranks", lambda device, **how: how)
     driver, child = channel_pair()
     serving = threading.Thread(target=worker.serve, args=(Channel(child),), daemon=True)
     serving.start()
+    config = Config(rollout_batch_size=1, num_rollout=1, distributed_timeout_minutes=60)
+    params = {"config": config.to_dict(), "device": "cpu", "meeting": {}, "names": {}}
     with driver:
-        for number, method in ((7, "save"), (8, "train")):
-            driver.send({"id": number, "method": method, "params": {}})
-            assert driver.recv(240) == {"id": number, "progress": f"{method} 0 of 2"}
-            assert driver.recv(240) == {"id": number, "ok": True, "result": "done"}
-            kept[0].restart()
-            kept[0].tick()  # as a background thread does between calls
+        driver.send({"id": 5, "method": "save", "params": {}})
+        early = driver.recv(240)
+        assert (early["id"], early["ok"]) == (5, False)
+        assert "save was called before init" in early["error"]["message"]
+        driver.send({"id": 6, "method": "init", "params": params})
+        assert driver.recv(240) == {"id": 6, "progress": "joining the other ranks"}
+        assert driver.recv(240) == {"id": 6, "ok": True, "result": "ready"}
+        yield driver
         driver.send({"id": 9, "method": "stop", "params": {}})
         assert driver.recv(240) == {"id": 9, "ok": True, "result": None}
     serving.join(240)
 
 
-def test_collective_timeout_exceeds_the_call_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_worker_sends_progress_only_during_a_call(served: Channel) -> None:
+    for number in (7, 8):
+        served.send({"id": number, "method": "save", "params": {}})
+        assert served.recv(240) == {"id": number, "progress": "save 0 of 2"}
+        assert served.recv(240) == {"id": number, "ok": True, "result": "done"}
+        ReportingTrainer.made.progress.restart()
+        ReportingTrainer.made.progress.tick()  # as a background thread does between calls
+
+
+def test_worker_answers_a_failed_verb_with_its_error(served: Channel) -> None:
+    served.send({"id": 7, "method": "train", "params": {}})
+    assert served.recv(240) == {"id": 7, "progress": "train 0 of 2"}
+    reply = served.recv(240)
+    assert (reply["id"], reply["ok"], "result" in reply) == (7, False, False)
+    assert reply["error"].pop("traceback").startswith("Traceback")
+    assert reply["error"] == {"type": "NotWritten", "message": "no space", "user_error": False, "not_written": True}
+
+
+def test_collective_timeout_exceeds_the_call_deadline(served: Channel) -> None:
     """Otherwise a rank blocked on a working rank would fail, although progress reports renew the driver's deadline."""
-    asked: dict[str, Any] = {}
-
-    def join(device: str, **how: Any) -> None:
-        asked.update(how)
-
-    def init(self: Trainer, ranks: Ranks) -> int:
-        return 3
-
-    monkeypatch.setattr(worker, "join_ranks", join)
-    monkeypatch.setattr(Trainer, "__init__", lambda *_, **__: None)
-    monkeypatch.setattr(Trainer, "init", init)
-    config = Config(rollout_batch_size=1, num_rollout=1, distributed_timeout_minutes=60)
-    params = {"config": config.to_dict(), "device": "cpu", "meeting": {}, "names": {}}
-    assert worker.Worker(RankProgress()).handle("init", params) == 3
-    assert asked["timeout_minutes"] > 60 * 24
+    assert ReportingTrainer.made.ranks["timeout_minutes"] > 60 * 24
 
 
 def test_training_saving_and_exporting_report_progress(model_folder: Any, tmp_path: Path) -> None:

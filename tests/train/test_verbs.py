@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,13 +21,21 @@ VERBS = verbs_of(Trainer.__new__(Trainer), WeightSender.__new__(WeightSender))
 def calls() -> Iterator[tuple[str, list[str]]]:
     """Yield the verb and the parameters of each `call("verb", name=...)` in the package."""
     for path in [*(SLIME / "weights").glob("*.py"), *(SLIME / "driver").glob("*.py"), SLIME / "train/trainer_group.py"]:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.Call):
-                continue
-            arguments = [node.func, *node.args]
-            for target, name in zip(arguments, arguments[1:], strict=False):
-                if isinstance(target, ast.Attribute) and target.attr == "call" and isinstance(name, ast.Constant):
-                    yield str(name.value), [keyword.arg or "**" for keyword in node.keywords]
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        chosen = {  # the values that `verb = ... if ... else ...` may have
+            node.targets[0].id: [node.value.body, node.value.orelse]
+            for node in nodes
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.IfExp)
+        }
+        for node in (node for node in nodes if isinstance(node, ast.Call)):
+            for target, name in pairwise([node.func, *node.args]):
+                if not isinstance(target, ast.Attribute) or target.attr != "call":
+                    continue
+                for one in chosen.get(name.id, []) if isinstance(name, ast.Name) else [name]:
+                    if isinstance(one, ast.Constant):
+                        yield str(one.value), [keyword.arg or "**" for keyword in node.keywords]
 
 
 CALLS = list(calls())

@@ -26,8 +26,9 @@ from slime.train.processes import TrainerDied
 from slime.train.trainer_group import TrainerGroup
 from slime.weights import make_publisher
 from slime.weights.delta import DeltaPublisher
-from slime.weights.disk import VersionFolders
-from slime.weights.transport import ChecksumCheck, WeightsDiffer
+from slime.weights.folder import VersionFolders
+from slime.weights.publisher import PublisherSettings
+from slime.weights.transport import WeightsDiffer, check_checksums
 from tests.tiny_models import make_model_folder
 from tests.weights.conftest import Loop
 from tests.weights.model_source import ModelSource
@@ -64,10 +65,8 @@ def source(folder: Path) -> ModelSource:
 def make_delta_publisher(
     source: ModelSource, clients: list[EngineClient], run_async: Loop, folder: Path, root: Path, **more: Any
 ) -> DeltaPublisher:
-    return DeltaPublisher(
-        source, clients, run_async, VersionFolders(root, folder, **more), encoding=source.encoding,
-        checksum=source.checksum,
-    )  # fmt: skip
+    settings, folders = PublisherSettings(source, clients, run_async), VersionFolders(root, folder, **more)
+    return DeltaPublisher(settings, folders, encoding=source.encoding, checksum=source.checksum)
 
 
 def assert_equal(source: ModelSource, clients: list[EngineClient], run_async: Loop, version: int) -> None:
@@ -190,7 +189,7 @@ def test_rejected_delta_leaves_the_old_bytes(
     publisher.publish(1)
     before = checksums(clients[0], run_async)
     source.step(1)
-    staged = publisher._stage(2)
+    staged = publisher._stage(2, whole=False)
     assert staged.folder is not None
     break_checksum(staged.folder)
     with pytest.raises(EngineRejected, match="has checksum") as refused:
@@ -347,9 +346,9 @@ def test_checksum_check_finds_a_changed_tensor(
     tmp_path: Path, folder: Path, clients: list[EngineClient], run_async: Loop, source: ModelSource
 ) -> None:
     make_delta_publisher(source, clients, run_async, folder, tmp_path).publish(1)
-    check = ChecksumCheck(source, clients, run_async, timeout_s=240)
-    check(1)
+    settings = PublisherSettings(source, clients, run_async, timeout_s=240)
+    check_checksums(settings, 1)
     with torch.no_grad():
         source.model.model.norm.weight[3] += 1
     with pytest.raises(WeightsDiffer, match=r"in 1 of 24 tensors after version 1: model\.norm\.weight"):
-        check(1)
+        check_checksums(settings, 1)

@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 
 from slime.errors import RunFailed
 from slime.models.delta.folder import safetensors_entries
-from slime.weights.delta import DeltaPublisher, LocalCheckpoint, LocalCheckpointBroken, LocalDeltaPublisher
-from slime.weights.disk import VersionFolders
+from slime.weights.delta import DeltaPublisher, LocalCheckpoint, LocalCheckpointBroken
+from slime.weights.folder import VersionFolders
+from slime.weights.publisher import PublisherSettings
 from tests.tiny_models import make_model_folder
 from tests.weights.conftest import Engine, Loop
 from tests.weights.model_source import ModelSource
@@ -30,13 +31,12 @@ def source(request: pytest.FixtureRequest, model_folder: Path) -> ModelSource:
 
 def write_versions(source: ModelSource, model_folder: Path, root: Path, count: int) -> list[Path]:
     """Write version 1 whole and the following as deltas, without engines."""
-    publisher = DeltaPublisher(
-        source, [], lambda coro: coro.close(), VersionFolders(root, model_folder, keep_files=True),
-        encoding=source.encoding, checksum=source.checksum,
-    )  # fmt: skip
+    settings = PublisherSettings(source, [], lambda coro: coro.close())
+    where = VersionFolders(root, model_folder, keep_files=True)
+    publisher = DeltaPublisher(settings, where, encoding=source.encoding, checksum=source.checksum)
     folders = []
     for version in range(1, count + 1):
-        staged = publisher._stage(version)
+        staged = publisher._stage(version, whole=False)
         publisher._retire(staged, version, arrived=True)
         folders.append(root / f"weight_v{version:06d}")
         source.step(version)
@@ -112,10 +112,13 @@ def test_damaged_blob_breaks_the_checkpoint(tmp_path: Path, model_folder: Path, 
 def test_folder_loading_engines_get_deltas_through_a_local_checkpoint(
     tmp_path: Path, model_folder: Path, source: ModelSource, engines: list[Engine], run_async: Loop
 ) -> None:
-    publisher = LocalDeltaPublisher(
-        source, [engine.client for engine in engines], run_async, VersionFolders(tmp_path / "versions", model_folder),
-        local=tmp_path / "local", encoding=source.encoding, checksum=source.checksum,
-    )  # fmt: skip
+    publisher = DeltaPublisher(
+        PublisherSettings(source, [engine.client for engine in engines], run_async),
+        VersionFolders(tmp_path / "versions", model_folder),
+        local=tmp_path / "local",
+        encoding=source.encoding,
+        checksum=source.checksum,
+    )
     results = []
     for version in range(4):
         if version:
@@ -158,14 +161,12 @@ def test_foreign_version_folders_are_not_removed(tmp_path: Path, model_folder: P
     theirs = root / "weight_v000000"
     theirs.mkdir(parents=True)
     (theirs / "model.safetensors").write_text("theirs")
-    publisher = DeltaPublisher(
-        source, [], lambda coro: coro.close(), VersionFolders(root, model_folder),
-        encoding=source.encoding, checksum=source.checksum,
-    )  # fmt: skip
+    settings, where = PublisherSettings(source, [], lambda coro: coro.close()), VersionFolders(root, model_folder)
+    publisher = DeltaPublisher(settings, where, encoding=source.encoding, checksum=source.checksum)
     for version in (1, 2):
-        staged = publisher._stage(version)
+        staged = publisher._stage(version, whole=False)
         publisher._retire(staged, version, arrived=True)
     assert sorted(path.name for path in root.iterdir()) == ["weight_v000000", "weight_v000002"]
     with pytest.raises(OSError, match="not empty"):
-        publisher._stage_whole(0)
+        publisher._stage(0, whole=True)
     assert (theirs / "model.safetensors").read_text() == "theirs"

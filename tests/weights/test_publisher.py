@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,9 @@ from slime.engine.http.client import EngineFailed
 from slime.engine.http.pool import EnginePool
 from slime.errors import RunFailed, UserError
 from slime.weights import PublishResult, WeightPublisher, WeightVersionMismatch, choose_transport, make_publisher
-from slime.weights.disk import DiskPublisher, VersionFolders, copy_model_assets
+from slime.weights.folder import FolderPublisher, VersionFolders, copy_model_assets
 from slime.weights.ipc import SharedMemoryPublisher
 from slime.weights.publisher import PublisherSettings
-from slime.weights.shm_files import FolderInMemoryPublisher, TensorPublisher
 from slime.weights.transport import largest_export_bytes
 
 BRACKETS = {
@@ -46,11 +46,17 @@ def publisher(
     if request.param == "tensor":
         root = tmp_path / "shm"
         root.mkdir()
-        made: WeightPublisher = TensorPublisher(source, clients, run_async, root=root)
+        made: WeightPublisher = in_memory(PublisherSettings(source, clients, run_async), root)
     else:
-        made = DiskPublisher(source, clients, run_async, VersionFolders(tmp_path / "versions", hf_folder))
+        settings = PublisherSettings(source, clients, run_async)
+        made = FolderPublisher(settings, VersionFolders(tmp_path / "versions", hf_folder))
     yield request.param, made
     made.close()
+
+
+def in_memory(settings: PublisherSettings, root: Path) -> FolderPublisher:
+    """Return a publisher of weight files under `root`."""
+    return FolderPublisher(settings, VersionFolders(root, root, in_memory=True), "tensors")
 
 
 def files_left(tmp_path: Path) -> list[str]:
@@ -85,7 +91,7 @@ def test_update_goes_to_the_engines_present_at_its_start(
 ) -> None:
     pool = EnginePool([engines[0].client.base_url])
     (tmp_path / "shm").mkdir()
-    made = TensorPublisher(source, pool.roster, run_async, root=tmp_path / "shm")
+    made = in_memory(PublisherSettings(source, pool.roster, run_async), tmp_path / "shm")
     made.publish(1)
     assert [engine.version for engine in engines] == ["1", "default"]
 
@@ -105,8 +111,9 @@ def test_rejoining_engine_gets_files_instead_of_shared_memory(
 ) -> None:
     (tmp_path / "shm").mkdir()
     clients = [engine.client for engine in engines]
-    files = TensorPublisher(source, clients, run_async, root=tmp_path / "shm")
-    made = SharedMemoryPublisher(source, clients, run_async, through_files=lambda: files, largest_bytes=1)
+    settings = PublisherSettings(source, clients, run_async)
+    files = in_memory(settings, tmp_path / "shm")
+    made = SharedMemoryPublisher(settings, through_files=lambda: files, largest_bytes=1)
     assert made.bring(clients[1:], 4, base=3)
     assert [engine.version for engine in engines] == ["default", "4"]
     assert made.staged_in == files.staged_in
@@ -215,7 +222,7 @@ def test_contradictory_flags_are_rejected(flags: dict[str, Any], device: str, se
 @pytest.mark.parametrize(("mode", "flushes"), [("abort", True), ("in_place", False), ("retract", False)])
 def test_cache_is_flushed_only_if_requests_are_aborted(publisher: Any, engines: Any, mode: Any, flushes: bool) -> None:
     made = publisher[1]
-    made._settings = PublisherSettings(pause_mode=mode)
+    made._settings = replace(made._settings, pause_mode=mode)
     made.publish(1)
     pause, update = engines[0].bodies[:2]
     assert pause == {"mode": mode}
@@ -235,11 +242,12 @@ def test_sglang_loads_a_model_folder_in_shared_memory(
     tmp_path: Path, hf_folder: Path, engines: Any, source: Any, run_async: Any
 ) -> None:
     clients = [engine.client for engine in engines]
-    made = FolderInMemoryPublisher(source, clients, run_async, root=tmp_path, hf_checkpoint=hf_folder)
+    folders = VersionFolders(tmp_path, hf_folder, in_memory=True)
+    made = FolderPublisher(PublisherSettings(source, clients, run_async), folders)
     made.publish(3)
     assert engines[1].calls == BRACKETS["disk"]
     assert torch.equal(engines[1].tensors["layer.1.weight"], torch.full((4, 8), 31.0))
-    assert [path.name for path in made._staging.path.iterdir()] == ["owner.lock"]
+    assert [path.name for path in made.staged_in.iterdir()] == ["owner.lock"]
     made.close()
 
 

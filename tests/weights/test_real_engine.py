@@ -19,8 +19,9 @@ from slime.engine.http.client import EngineClient
 from slime.errors import UserError
 from slime.train.weight_export.ipc import SharedWeights
 from slime.weights import make_publisher
+from slime.weights.folder import FolderPublisher, VersionFolders
 from slime.weights.ipc import HOST, SharedMemoryPublisher
-from slime.weights.shm_files import TensorPublisher
+from slime.weights.publisher import PublisherSettings
 from tests.tiny_models import make_model_folder
 from tests.weights.conftest import LocalSource
 from tests.weights.model_source import OneRank
@@ -205,10 +206,9 @@ def test_weights_larger_than_the_region_are_sent_in_buckets(
     tmp_path: Path, folder: Path, fleet: EngineFleet, run_async: Any
 ) -> None:
     trainer, client = BucketTrainer(folder), EngineClient(fleet.urls[0], api_key=fleet.key)
-    files = TensorPublisher(trainer, [client], run_async, root=tmp_path)
-    publisher = SharedMemoryPublisher(
-        trainer, [client], run_async, through_files=lambda: files, largest_bytes=1, ways=[HOST]
-    )
+    settings = PublisherSettings(trainer, [client], run_async)
+    files = FolderPublisher(settings, VersionFolders(tmp_path, folder, in_memory=True), "tensors")
+    publisher = SharedMemoryPublisher(settings, through_files=lambda: files, largest_bytes=1, ways=[HOST])
     trainer.step(1)
     publisher.publish(1)
     scored, engine_version = engine_log_probs(client, run_async, PROMPT)

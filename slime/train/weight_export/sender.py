@@ -160,7 +160,7 @@ class WeightSender:
     @verb()
     def adapter_buckets(self) -> tuple[JsonObject, list[Layout]]:
         """Return the adapter's config for the engines, and the buckets that `broadcast_adapter` sends."""
-        layout = [
+        layout: Layout = [
             {"name": name, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
             for name, tensor in self._backend.full_adapter()
         ]
