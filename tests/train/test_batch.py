@@ -205,7 +205,7 @@ def test_custom_reward_post_process_replaces_rewards(tmp_path: Path) -> None:
 
 def test_dict_round_trip_of_selected_samples() -> None:
     batch = make_train_batch(config(), flatten_samples(make_samples(2, 2)))
-    part = TrainBatch.from_dict(batch.select([3, 1]).to_dict())
+    part = TrainBatch(**batch.select([3, 1]).to_dict())
     assert part.sample_indices == [3, 1]
     assert part.tokens[0].tolist() == batch.tokens[3].tolist()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate, chain, count, islice
 from operator import itemgetter
 from typing import Any
@@ -87,40 +88,29 @@ class TrainBatch:
         def pick(column: list[Any]) -> list[Any]:
             return list(getter(column)) if getter is not None else [column[position] for position in positions]
 
-        lists: dict[str, Any] = {name: None if column is None else pick(column) for name, column in self._columns()}
-        return TrainBatch(**lists, extra={name: pick(column) for name, column in self.extra.items()})
+        columns = self.to_dict()
+        extra = {name: pick(column) for name, column in columns.pop("extra").items()}
+        lists: dict[str, Any] = {name: None if column is None else pick(column) for name, column in columns.items()}
+        return TrainBatch(**lists, extra=extra)
 
     def followed_by(self, other: TrainBatch) -> TrainBatch:
         """Concatenate this batch's rows and the other's; a column that one of them lacks is dropped.
 
         Missing turn rewards become 0 instead, and missing expert choices become empty, so that routers choose again.
         """
-        if (self.turn_rewards is None) != (other.turn_rewards is None):
-            return self._with_turn_rewards().followed_by(other._with_turn_rewards())
-        if (self.rollout_routed_experts is None) != (other.rollout_routed_experts is None):
-            return self._with_experts_like(other).followed_by(other._with_experts_like(self))
-        theirs = dict(other._columns())
-        lists = {
+        mine, theirs = self.to_dict(), other.to_dict()
+        for one, two in ((mine, theirs), (theirs, mine)):
+            if one["turn_rewards"] is None and two["turn_rewards"] is not None:
+                one["turn_rewards"] = [np.zeros(length, dtype=np.float32) for length in one["response_lengths"]]
+            if one["rollout_routed_experts"] is None and two["rollout_routed_experts"] is not None:
+                empty = [rows[:0] for rows in two["rollout_routed_experts"][:1]]
+                one["rollout_routed_experts"] = empty * len(one["tokens"])
+        extra, others = mine.pop("extra"), theirs.pop("extra")
+        lists: dict[str, Any] = {
             name: None if column is None or theirs[name] is None else column + theirs[name]
-            for name, column in self._columns()
+            for name, column in mine.items()
         }
-        extra = {name: column + other.extra[name] for name, column in self.extra.items() if name in other.extra}
-        return TrainBatch(**lists, extra=extra)  # type: ignore[arg-type]
-
-    def _with_turn_rewards(self) -> TrainBatch:
-        if self.turn_rewards is not None:
-            return self
-        zeros = [np.zeros(length, dtype=np.float32) for length in self.response_lengths]
-        return dataclasses.replace(self, turn_rewards=zeros)
-
-    def _with_experts_like(self, other: TrainBatch) -> TrainBatch:
-        if self.rollout_routed_experts is not None:
-            return self
-        empty = [rows[:0] for rows in (other.rollout_routed_experts or ())[:1]] * len(self)
-        return dataclasses.replace(self, rollout_routed_experts=empty)
-
-    def _columns(self) -> Iterator[tuple[str, Any]]:
-        return ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self) if f.name != "extra")
+        return TrainBatch(**lists, extra={name: extra[name] + others[name] for name in extra if name in others})
 
     def to_message(self) -> JsonObject:
         """Convert to a message for other processes, with one array per column instead of one per sample.
@@ -140,20 +130,23 @@ class TrainBatch:
         return columns
 
     @classmethod
-    def from_message(cls, columns: JsonObject) -> TrainBatch:
+    def from_message(cls, message: JsonObject) -> TrainBatch:
         """Invert `to_message`; the samples' arrays are views of the columns' arrays, or taken from a column's list."""
-        split = dict(columns)
+        columns = dict(message)
         for name in BY_TOKEN:
-            if isinstance(split[name], dict):
-                split[name] = _column_parts(**split[name])
-        return cls(**split)
+            if not isinstance(column := columns[name], dict):
+                continue
+            lengths, constant, values = column["lengths"], column["constant"], column["values"]
+            whole = values.whole() if isinstance(values, ConcatenatedArrays) else values
+            real = [length for place, length in enumerate(lengths) if place not in constant]
+            if len(whole) != sum(real):
+                raise ValueError(f"a column has {len(whole)} numbers, but its parts have {sum(real)}")
+            parts = [whole[end - length : end] for end, length in zip(accumulate(real), real, strict=True)]
+            columns[name] = merge_constants(parts, lengths, constant, whole.dtype)
+        return cls(**columns)
 
     def to_dict(self) -> JsonObject:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-    @classmethod
-    def from_dict(cls, values: JsonObject) -> TrainBatch:
-        return cls(**values)
 
 
 def flatten_samples(nested: Iterable[Any]) -> list[Sample]:
@@ -226,7 +219,7 @@ def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
     mask_sums: dict[int, int] = {}
     for rollout_id, total in zip(rollout_ids, totals, strict=True):
         mask_sums[rollout_id] = mask_sums.get(rollout_id, 0) + total
-    columns = _LogProbs(samples, masks, trained, config.output_dir)
+    log_probs = partial(_log_prob_column, samples, masks, trained, config.output_dir)
     fresh_index = _first_unused(held.index)  # samples without an index get one each
     return TrainBatch(
         tokens=[
@@ -243,8 +236,8 @@ def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
         group_indices=groups,
         rollout_ids=rollout_ids,
         rollout_mask_sums=[mask_sums[rollout_id] for rollout_id in rollout_ids],
-        rollout_log_probs=columns.of("rollout_log_probs", held.rollout_log_probs),
-        teacher_log_probs=columns.of("teacher_log_probs", held.teacher_log_probs),
+        rollout_log_probs=log_probs("rollout_log_probs", held.rollout_log_probs),
+        teacher_log_probs=log_probs("teacher_log_probs", held.teacher_log_probs),
         train_metadata=list(held.train_metadata),
         version_spans=[sample.version_spans for sample in samples] if config.keep_old_actor else None,
         turn_rewards=placed_turn_rewards(config, samples, masks, excluded),
@@ -279,53 +272,40 @@ def batch_metrics(batch: TrainBatch, *, with_rewards: bool = True) -> dict[str, 
 def _loss_masks(
     samples: Sequence[Sample], held: SampleFields, excluded: Sequence[bool]
 ) -> tuple[list[np.ndarray], list[int]]:
-    """Return the masks and the integer parts of their sums, which most samples already have."""
+    """Return the checked masks and the integer parts of their sums, which most samples already have.
+
+    A mask is all zeros if the sample is excluded or removed.
+    """
     masks, totals, unknown = [], [], []
     columns = zip(held.loss_mask, held.tokens, held.response_length, held.remove_sample, excluded, strict=True)
-    for place, (mask, tokens, length, is_removed, skip) in enumerate(columns):
-        known = type(mask) is PackedArray and mask.total is not None and type(tokens) is PackedArray
-        if known and mask.length == length < tokens.length and not skip and not is_removed:
-            masks.append(mask.array)
-            totals.append(mask.total)
-        else:
-            masks.append(_loss_mask(samples[place], skip))
-            totals.append(0)
-            unknown.append(place)
+    for place, (own, tokens, length, is_removed, skip) in enumerate(columns):
+        known = type(own) is PackedArray and own.total is not None and type(tokens) is PackedArray
+        if known and own.length == length < tokens.length and not skip and not is_removed:
+            masks.append(own.array)
+            totals.append(own.total)
+            continue
+        sample, size = samples[place], samples[place].total_length
+        mask: np.ndarray | None
+        if skip:
+            mask = constant_mask(0, length if 0 <= length < size else 0)
+        elif not 0 <= length <= size:
+            raise UserError(f"sample {sample.index} has response_length {length} but {size} tokens")
+        elif length and length == size:
+            raise UserError(f"sample {sample.index} has no prompt token before its response: give it at least one")
+        elif is_removed:
+            mask = constant_mask(0, length)
+        elif (mask := sample.loss_mask_array()) is None:
+            mask = constant_mask(1, length)
+        elif len(mask) != length:
+            raise UserError(f"sample {sample.index} has {len(mask)} loss-mask entries for {length} tokens")
+        elif mask.dtype.kind != "i" or mask.itemsize != 1:
+            mask = mask.astype(np.float32)
+        masks.append(mask)
+        totals.append(0)
+        unknown.append(place)
     for place, total in zip(unknown, mask_totals([masks[place] for place in unknown]), strict=True):
         totals[place] = total
     return masks, totals
-
-
-def _loss_mask(sample: Sample, excluded: bool) -> np.ndarray:
-    """Return the checked mask of a sample; all zeros if it is excluded or removed."""
-    length = sample.response_length
-    if excluded:
-        return constant_mask(0, length if 0 <= length < sample.total_length else 0)
-    if not 0 <= length <= sample.total_length:
-        raise UserError(f"sample {sample.index} has response_length {length} but {sample.total_length} tokens")
-    if length and length == sample.total_length:
-        raise UserError(f"sample {sample.index} has no prompt token before its response: give it at least one")
-    if sample.remove_sample:
-        return constant_mask(0, length)
-    mask = sample.loss_mask_array()
-    if mask is None:
-        return constant_mask(1, length)
-    if len(mask) != length:
-        raise UserError(f"sample {sample.index} has {len(mask)} loss-mask entries for {length} tokens")
-    return mask if mask.dtype.kind == "i" and mask.itemsize == 1 else mask.astype(np.float32)
-
-
-def _column_parts(
-    lengths: Sequence[int], constant: dict[int, float], values: np.ndarray | ConcatenatedArrays
-) -> list[np.ndarray]:
-    """Return the parts of a column from its message; they are views of `values`."""
-    whole = values.whole() if isinstance(values, ConcatenatedArrays) else values
-    real = [length for place, length in enumerate(lengths) if place not in constant]
-    if len(whole) != sum(real):
-        raise ValueError(f"a column has {len(whole)} numbers, but its parts have {sum(real)}")
-    ends = accumulate(real)
-    parts = [whole[end - length : end] for end, length in zip(ends, real, strict=True)]
-    return merge_constants(parts, lengths, constant, whole.dtype)
 
 
 def merge_constants(
@@ -368,52 +348,44 @@ def _group_and_rollout_ids(
     return groups, rollouts
 
 
-class _LogProbs:
-    """Makes columns of log-probs, an array per sample."""
+def _log_prob_column(
+    samples: Sequence[Sample],
+    masks: Sequence[np.ndarray],
+    trained: Sequence[bool],
+    run_dir: str | None,
+    name: str,
+    held: Sequence[object],
+) -> list[np.ndarray] | None:
+    """Make a column of log-probs, a float32 array per sample; return None if a trained sample has no values.
 
-    def __init__(
-        self, samples: Sequence[Sample], masks: Sequence[np.ndarray], trained: Sequence[bool], run_dir: str | None
-    ) -> None:
-        self._samples, self._masks, self._trained, self._run_dir = samples, masks, trained, run_dir
-
-    def of(self, name: str, held: Sequence[object]) -> list[np.ndarray] | None:
-        """Make a column; return None if a trained sample has no values.
-
-        A sample that is not trained on (it failed, or was removed) gets zeros if it has none.
-        """
-        if held.count(None) == len(held) and any(self._trained):
+    A sample that is not trained on (it failed, or was removed) gets zeros if it has none, or unusable ones.
+    """
+    if held.count(None) == len(held) and any(trained):
+        return None
+    columns, unknown = [], []
+    for place, (own, mask, is_trained) in enumerate(zip(held, masks, trained, strict=True)):
+        if type(own) is PackedArray and own.is_finite and own.length == len(mask) and own.array.itemsize == 4:
+            columns.append(own.array)
+            continue
+        if own is None and is_trained:
             return None
-        columns, unknown = [], []
-        for place, (own, mask, is_trained) in enumerate(zip(held, self._masks, self._trained, strict=True)):
-            if type(own) is PackedArray and own.is_finite and own.length == len(mask) and own.array.itemsize == 4:
-                columns.append(own.array)
-                continue
-            if own is None and is_trained:
-                return None
-            columns.append(self._array(name, place))
-            if is_trained:
-                unknown.append(place)
-        if (bad := first_not_finite([columns[place] for place in unknown])) is not None:
-            sample, column = self._samples[unknown[bad]], columns[unknown[bad]]
-            at = int(np.flatnonzero(~np.isfinite(column))[0])
-            path = keep_bad_sample(self._run_dir, None, sample.index, sample.to_dict())
-            raise UserError(
-                f"sample {sample.index} has {name}[{at}] = {column[at]}: log-probs must be finite; see {path}"
-            )
-        return columns
-
-    def _array(self, name: str, place: int) -> np.ndarray:
-        """Return a sample's values as float32; zeros if it is not trained on and they are unusable."""
-        sample, mask = self._samples[place], self._masks[place]
+        sample = samples[place]
         values = sample.column_array(name)
         column = np.asarray([] if values is None else values, dtype=np.float32)
-        if self._trained[place]:
+        if is_trained:
+            unknown.append(place)
             if len(column) != sample.response_length:
                 kind = name.replace("_log_probs", " log-probs")
                 raise UserError(f"sample {sample.index} has {len(column)} {kind} for {sample.response_length} tokens")
         elif len(column) != len(mask) or not np.isfinite(column).all():
             column = np.zeros(len(mask), dtype=np.float32)
-        return column
+        columns.append(column)
+    if (bad := first_not_finite([columns[place] for place in unknown])) is not None:
+        sample, column = samples[unknown[bad]], columns[unknown[bad]]
+        at = int(np.flatnonzero(~np.isfinite(column))[0])
+        path = keep_bad_sample(run_dir, None, sample.index, sample.to_dict())
+        raise UserError(f"sample {sample.index} has {name}[{at}] = {column[at]}: log-probs must be finite; see {path}")
+    return columns
 
 
 def _routed_experts(samples: Sequence[Sample], trained: Sequence[bool]) -> list[np.ndarray]:

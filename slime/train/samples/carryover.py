@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgpack
@@ -78,22 +77,15 @@ def load_carried(folder: str | Path, rollout_id: int) -> TrainBatch | None:
     batch = saved.get("batch") if isinstance(saved, dict) and saved.get("format") == FORMAT else None
     if not isinstance(batch, dict) or not REQUIRED <= batch.keys() <= KNOWN:
         raise UserError(f"{path}: the file is of another version of slime; {remedy}")
-    return TrainBatch.from_dict(batch)
+    return TrainBatch(**batch)
 
 
 def remove_stale(folder: str | Path) -> None:
     """Delete the files of rollouts whose checkpoint no longer exists."""
-    checkpoints = {int(match[1]) for _, match in _matching(Path(folder), _CHECKPOINT)}
-    for path, match in list(_matching(Path(folder) / "rollout", _NAME)):
-        if int(match[1]) not in checkpoints:
+    checkpoints = {int(match[1]) for path in Path(folder).glob("*") if (match := _CHECKPOINT.fullmatch(path.name))}
+    for path in list((Path(folder) / "rollout").glob("*")):
+        if (match := _NAME.fullmatch(path.name)) and int(match[1]) not in checkpoints:
             path.unlink(missing_ok=True)
-
-
-def _matching(folder: Path, name: re.Pattern[str]) -> Iterator[tuple[Path, re.Match[str]]]:
-    """Yield the entries of a folder whose names match."""
-    for path in folder.glob("*"):
-        if (match := name.fullmatch(path.name)) is not None:
-            yield path, match
 
 
 def _encode(value: object) -> object:

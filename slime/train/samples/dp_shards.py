@@ -118,30 +118,24 @@ class ShardTransfer:
 
         `here` is true for ranks on this machine. Equal shares are the same object.
         """
-        wanted = {id(share): share for share, is_here in zip(shares, here, strict=True) if is_here}
-        with ExitStack() as stack:
-            try:
-                placed = stack.enter_context(self._placed(wanted))
-            except SharedMemoryFull as error:
-                placed, reason = {}, str(error)
-                if self._warned_reason is None:
-                    logger.warning("samples go to the trainers over sockets, not through shared memory: %s", reason)
-                self._warned_reason = reason
-            yield [
-                placed.get(id(share), share) if is_here else share for share, is_here in zip(shares, here, strict=True)
-            ]
-
-    @contextmanager
-    def _placed(self, shares: dict[int, Share]) -> Iterator[dict[int, Share]]:
-        """Yield the shares by key, with places instead of arrays."""
         arrays: list[np.ndarray] = []
-        drafts = {}
-        for key, share in shares.items():
+        drafts, placed = {}, {}
+        for key, share in {id(share): share for share, is_here in zip(shares, here, strict=True) if is_here}.items():
             begin, batch = len(arrays), dict(share["batch"])
             for name in BY_TOKEN:
                 if (column := batch[name]) is not None:
                     batch[name] = _ColumnLayout.message(**column)
                     arrays += column["values"].parts
             drafts[key] = {**share, "batch": batch}, begin, len(arrays)
-        with self._arena.publish_arrays(arrays) as places:
-            yield {key: {**draft, "places": places.part(begin, end)} for key, (draft, begin, end) in drafts.items()}
+        with ExitStack() as stack:
+            try:
+                places = stack.enter_context(self._arena.publish_arrays(arrays))
+                placed = {key: {**draft, "places": places.part(*bounds)} for key, (draft, *bounds) in drafts.items()}
+            except SharedMemoryFull as error:
+                reason = str(error)
+                if self._warned_reason is None:
+                    logger.warning("samples go to the trainers over sockets, not through shared memory: %s", reason)
+                self._warned_reason = reason
+            yield [
+                placed.get(id(share), share) if is_here else share for share, is_here in zip(shares, here, strict=True)
+            ]

@@ -5,7 +5,7 @@ Invariant: training never updates weights from non-finite values, and the sample
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -76,18 +76,14 @@ def report_nonfinite(
     The result is equal on all ranks. Without such a sample, the sample with the largest advantage is reported.
     """
     own = report_samples(data, found, f"{what} that are not finite", rollout_id=rollout_id, run_dir=run_dir)
-    return collect_sentences(own, ranks) or _largest_advantage(data, [position for position, _ in found], ranks)
-
-
-def _largest_advantage(data: RolloutData, positions: Iterable[int], ranks: Ranks) -> list[str]:
-    """Report the sample with the largest advantage, which affects the step most."""
-    own = [-1.0, -1.0]
-    if "advantages" in data:
-        for position in positions:
-            values = data["advantages"][position][data["loss_masks"][position] != 0].abs()
-            if len(values) and float(values.max()) > own[0]:
-                own = [float(values.max()), float(data["sample_indices"][position])]
-    size, index = max(part.tolist() for part in ranks.gather(torch.tensor(own, dtype=torch.float64)))
+    if sentences := collect_sentences(own, ranks):
+        return sentences
+    largest = [-1.0, -1.0]
+    for position, _ in found if "advantages" in data else ():
+        values = data["advantages"][position][data["loss_masks"][position] != 0].abs()
+        if len(values) and float(values.max()) > largest[0]:
+            largest = [float(values.max()), float(data["sample_indices"][position])]
+    size, index = max(part.tolist() for part in ranks.gather(torch.tensor(largest, dtype=torch.float64)))
     if size >= 0:
         return [f"no sample has non-finite numbers; sample {index:.0f} has the largest advantage, {size:.3g}"]
     return []

@@ -30,8 +30,18 @@ def shape_rewards(
     excluded: Sequence[bool],
 ) -> tuple[list[float], list[float]]:
     """Return the raw rewards for the logs, and the rewards that advantages are computed from."""
-    if config.custom_reward_post_process_path is not None:
-        return _custom_rewards(config, config.custom_reward_post_process_path, samples, excluded)
+    if (path := config.custom_reward_post_process_path) is not None:
+        hook = load_function(path, what="--custom-reward-post-process-path", params=("args", "samples"))
+        unshaped, shaped = hook(plugin_args(config), list(samples))
+        if len(unshaped) != len(samples) or len(shaped) != len(samples):
+            raise UserError(f"{path} returned {len(unshaped)} and {len(shaped)} rewards for {len(samples)} samples")
+        for sample, reward, skip in zip(samples, shaped, excluded, strict=True):
+            if not skip and not math.isfinite(reward):
+                kept = keep_bad_sample(config.output_dir, None, sample.index, sample.to_dict())
+                raise UserError(
+                    f"{path} returned reward {reward} for sample {sample.index}: rewards must be finite; see {kept}"
+                )
+        return [float(value) for value in unshaped], [float(value) for value in shaped]
     given = [sample.reward for sample in samples]
     if set(map(type, given)) == {float} and np.isfinite(np.array(given)).all():  # the common case
         rewards: list[float] = given  # type: ignore[assignment]
@@ -87,25 +97,21 @@ def placed_turn_rewards(
             raise UserError(f"sample {sample.index}: {error}") from error
     if not any(turns):
         return None
-    sums = [sample.metadata.get("turn_rewards_sum") for sample in samples]
-    return [
-        _place_rewards(own, mask, total if total is not None and total == sample.reward and not skip else 0.0)
-        for own, mask, total, sample, skip in zip(turns, masks, sums, samples, excluded, strict=True)
-    ]
-
-
-def _place_rewards(turns: Sequence[tuple[int, int, float]], mask: np.ndarray, at_the_end: float) -> np.ndarray:
-    """Place the rewards of a sample's turns, and subtract `at_the_end` at its last trained token."""
-    placed = np.zeros(len(mask), dtype=np.float32)
-    actions = np.flatnonzero(mask)
-    if not len(actions):
-        return placed
-    for _, stop, reward in turns:
-        before = int(np.searchsorted(actions, stop))
-        if before:  # the reward of an untrained turn goes to the turn before it
-            placed[actions[before - 1]] += reward
-    placed[actions[-1]] -= at_the_end
-    return placed
+    columns = []
+    for own, mask, sample, skip in zip(turns, masks, samples, excluded, strict=True):
+        placed = np.zeros(len(mask), dtype=np.float32)
+        columns.append(placed)
+        actions = np.flatnonzero(mask)
+        if not len(actions):
+            continue
+        for _, stop, reward in own:
+            before = int(np.searchsorted(actions, stop))
+            if before:  # the reward of an untrained turn goes to the turn before it
+                placed[actions[before - 1]] += reward
+        total = sample.metadata.get("turn_rewards_sum")
+        if total is not None and total == sample.reward and not skip:
+            placed[actions[-1]] -= total
+    return columns
 
 
 def _checked_reward(config: Config, sample: Sample, excluded: bool) -> float:
@@ -123,20 +129,3 @@ def _checked_reward(config: Config, sample: Sample, excluded: bool) -> float:
             f"sample {sample.index} has reward {reward}: its reward function must return a finite number; see {path}"
         )
     return reward
-
-
-def _custom_rewards(
-    config: Config, path: str, samples: Sequence[Sample], excluded: Sequence[bool]
-) -> tuple[list[float], list[float]]:
-    """Shape the rewards with the user's function and check its result."""
-    hook = load_function(path, what="--custom-reward-post-process-path", params=("args", "samples"))
-    raw, rewards = hook(plugin_args(config), list(samples))
-    if len(raw) != len(samples) or len(rewards) != len(samples):
-        raise UserError(f"{path} returned {len(raw)} and {len(rewards)} rewards for {len(samples)} samples")
-    for sample, reward, skip in zip(samples, rewards, excluded, strict=True):
-        if not skip and not math.isfinite(reward):
-            kept = keep_bad_sample(config.output_dir, None, sample.index, sample.to_dict())
-            raise UserError(
-                f"{path} returned reward {reward} for sample {sample.index}: rewards must be finite; see {kept}"
-            )
-    return [float(value) for value in raw], [float(value) for value in rewards]

@@ -62,13 +62,6 @@ def make_rollout_data(batch: TrainBatch) -> RolloutData:
     return data
 
 
-def _is_per_token(values: object, lengths: list[int]) -> bool:
-    """Check for a list of tensors with one number per response token."""
-    if not isinstance(values, list) or len(values) != len(lengths):
-        return False
-    return all(isinstance(v, Tensor) and v.shape == (n,) for v, n in zip(values, lengths, strict=True))
-
-
 def collect(data: RolloutData, name: str, parts: Iterable[tuple[int, Tensor]]) -> None:
     """Set a column from values computed per micro-batch."""
     column: list[Tensor] = [torch.zeros(length) for length in data["response_lengths"]]
@@ -87,8 +80,14 @@ def distribute(data: RolloutData, micro_batches: Iterable[MicroBatch]) -> None:
 
 def check_columns(data: RolloutData, names: Iterable[str], path: str) -> None:
     """Check that a hook has set per-token lists of the right shape."""
+    lengths = data["response_lengths"]
     for name in names:
-        if name not in data or not _is_per_token(data[name], data["response_lengths"]):
+        values = data.get(name)
+        if (
+            not isinstance(values, list)
+            or len(values) != len(lengths)
+            or not all(isinstance(v, Tensor) and v.shape == (n,) for v, n in zip(values, lengths, strict=True))
+        ):
             raise UserError(
                 f"{path} must set rollout_data[{name!r}] to a list with one tensor per sample, as long as its response"
             )
