@@ -45,6 +45,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 from rich.console import Console
@@ -56,12 +57,13 @@ from slime.cluster.rpc.channel import Channel, ChannelClosed, ChannelPoller, cha
 from slime.config import Config
 from slime.data.buffer import Journal
 from slime.data.sample import ArrayMover, Sample
+from slime.train import trainer_group
 from slime.train.flops import FlopsModel
-from slime.train.microbatch_plan import Schedule
+from slime.train.microbatch_plan import build_schedule
 from slime.train.processes import Rank, RankProcesses, TrainerRendezvous
-from slime.train.samples.batch import TrainBatch
+from slime.train.samples.batch import TrainBatch, make_train_batch
 from slime.train.samples.dp_shards import ShardTransfer, open_share
-from slime.train.trainer_group import TrainerGroup
+from slime.train.trainer_group import TrainerGroup, TrainResult
 
 GROUP_SIZE = 8
 LONGEST = 32768
@@ -181,19 +183,25 @@ class TimedGroup(TrainerGroup):
     def _here(self) -> list[bool]:
         return [self._through_memory] * self.world_size
 
-    def _make_batch(self, samples: list[Sample]) -> TrainBatch:
-        with self.spent.on("batch"):
-            return super()._make_batch(samples)
+    def train(self, rollout_id: int, samples_by_group: Sequence[object], *, last: bool = False) -> TrainResult:
+        def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **options: Any) -> Any:
+                with self.spent.on(part):
+                    return function(*args, **options)
 
-    def _schedule(self, batch: TrainBatch, *, fill_last: bool) -> Schedule:
-        with self.spent.on("schedule"):
-            return super()._schedule(batch, fill_last=fill_last)
+            return call
 
-    def _call(self, method: str, params: Sequence[dict[str, Any]]) -> list[Any]:
-        with self.spent.on("send"):
-            answers = super()._call(method, params)
-        self.receivers_mib = max(answer["mib"] for answer in answers)
-        return answers
+        def send(method: str, params: Sequence[dict[str, Any]]) -> list[Any]:
+            answers = RankProcesses.call(self.processes, method, params)
+            self.receivers_mib = max(answer["mib"] for answer in answers)
+            return answers
+
+        with (
+            patch.object(trainer_group, "make_train_batch", timed("batch", make_train_batch)),
+            patch.object(trainer_group, "build_schedule", timed("schedule", build_schedule)),
+            patch.object(self.processes, "call", timed("send", send)),
+        ):
+            return super().train(rollout_id, samples_by_group, last=last)
 
 
 def receive(fds: Sequence[int]) -> None:
@@ -207,7 +215,8 @@ def receive(fds: Sequence[int]) -> None:
                 request = channels[place].recv(None)
                 kept[place] = TrainBatch.from_message(open_share(request["params"]["data"])["batch"])
                 perf = {"perf/data_preprocess_time": 0.0, "perf/train_time": 0.0}
-                result = {"metrics": [], "rollout_metrics": perf, "logged": [], "mib": status("VmHWM") / 2**20}
+                result = {"metrics": [], "rollout_metrics": perf, "logged": [], "warnings": [], "is_skipped": False}
+                result["mib"] = status("VmHWM") / 2**20
                 channels[place].send({"id": request["id"], "ok": True, "result": result})
     except ChannelClosed:
         return

@@ -31,8 +31,6 @@ from slime.config.initial_weights import (
 from slime.config.lora import uses_lora
 from slime.data.counters import VersionRuns
 from slime.train.backend import POLICY, Builder, LossOutcome, TrainBackend
-from slime.train.checkpoints.folder import CheckpointFolder, TrainState
-from slime.train.checkpoints.writer import CheckpointDraft
 from slime.train.losses.objectives import CustomObjective, supervised_loss
 from slime.train.losses.policy import (
     ABS_DIFF,
@@ -42,11 +40,9 @@ from slime.train.losses.policy import (
     max_unmasked,
     set_importance_scale,
 )
-from slime.train.lr_schedule import RateSchedule
 from slime.train.samples.micro_batch import MicroBatch, mismatch
-from slime.train.samples.nan_check import report_nonfinite
 from slime.train.samples.rollout_data import RolloutData, collect
-from slime.train.step import SKIPPED, NotFinite, train_step
+from slime.train.step import SKIPPED, TrainedModel
 from slime.train.timers import Timers
 
 NAME = "old_actor"
@@ -110,15 +106,13 @@ OTHER_MODELS = ("ref", "teacher")
 """Frozen sets that are not earlier states of the policy."""
 
 
-class Actor:
+class Actor(TrainedModel):
     """The policy, loaded from `--load`, else from `--ref-load`, else from `--hf-checkpoint`."""
 
     def __init__(self, config: Config, builder: Builder) -> None:
-        self.config = config
-        self.topology = builder.topology
         start = find_initial_weights(config)
         builder.progress.begin("loading the policy")
-        self.backend = builder.policy(config, adapter_base_weights(config, start) if uses_lora(config) else start)
+        backend = builder.policy(config, adapter_base_weights(config, start) if uses_lora(config) else start)
         sources: dict[str, InitialWeights] = {}
         if needs_reference(config):
             sources["ref"] = find_reference_weights(config)
@@ -127,11 +121,8 @@ class Actor:
             sources["teacher"] = InitialWeights(hf_folder=Path(config.opd_teacher_load), flag="--opd-teacher-load")
         for name, source in sources.items():
             builder.progress.begin(f"loading {name}")
-            self.backend.load_frozen(name, source)
-        self.rates = RateSchedule.from_config(config, without=config.num_critic_only_steps)
-        self.state = TrainState()
-        if start.resumes and start.checkpoint is not None:
-            self.state = CheckpointFolder(start.checkpoint).load(self.backend, config, sets=self._saved_sets)
+            backend.load_frozen(name, source)
+        super().__init__(config, backend, start, without=config.num_critic_only_steps)
         self.old_policy: OldPolicy | None = None
         if config.keep_old_actor:
             version = self.state.next_rollout_id if config.start_rollout_id is None else config.start_rollout_id
@@ -225,36 +216,24 @@ class Actor:
         """Run optimizer step `step_id` of the rollout; a step without an update adds its reason to `warnings`."""
         if self._objective is not None:
             set_importance_scale(self._objective.settings.correction, micro_batches, self.topology.data)
-        rates = self.rates.at(self.state.updates)
-        self.backend.begin_step(rollout_id, step_id, rates)
-        try:
-            metrics = train_step(
-                self.backend,
-                micro_batches,
-                partial(self._measure, data),
-                rates,
-                reads="log_probs" if self._custom is None else "logits",
-                entropy=self._objective is not None,
-            )
-        except NotFinite as found:
-            scores = self.backend.forward(micro_batches)  # repeats the forward; all ranks take part
-            parts = [
-                part
-                for micro, one in zip(micro_batches, scores, strict=True)
-                for part in micro.split_by_sample(one.values)
-            ]
-            world, run_dir = self.topology.world, self.config.output_dir or "."
-            names = report_nonfinite(data, parts, "log-probs", world, rollout_id, run_dir)
-            warnings.append(found.sentence(f"rollout {rollout_id}, step {step_id}", names, "--lr"))
+        metrics = self.update(
+            rollout_id,
+            step_id,
+            data,
+            micro_batches,
+            partial(self._measure, data),
+            warnings,
+            reads="log_probs" if self._custom is None else "logits",
+            entropy=self._objective is not None,
+        )
+        if metrics is None:
             return self.idle_step(skipped=True)
-        self.state.updates += 1
-        named = {f"train/{name}": value for name, value in metrics.items()}
         if self.config.use_routing_replay:  # the share of replayed expert choices that routers would now change
             routings = [micro.routing for micro in micro_batches if micro.routing is not None]
             compared, differing = self.topology.world.sum(mismatch(routings, self.topology.device)).tolist()
             if compared:
-                named["train/routing_mismatch"] = differing / compared
-        return named | {"train/lr-pg_0": rates.learning_rate} | self.idle_step()
+                metrics["train/routing_mismatch"] = differing / compared
+        return metrics | self.idle_step()
 
     def idle_step(self, *, skipped: bool = False) -> dict[str, float]:
         """Count a step, even without an update of the policy; only updates advance the learning rate."""
@@ -290,11 +269,6 @@ class Actor:
             self.old_policy.remember(version)
 
     @property
-    def _saved_sets(self) -> list[str]:
-        """Names of the frozen sets that a checkpoint must contain: a reference that is updated."""
+    def saved_sets(self) -> list[str]:
+        """A reference that is updated is in the checkpoint."""
         return ["ref"] if self.config.ref_update_interval is not None else []
-
-    def draft(self, rollout_id: int, folder: Path) -> CheckpointDraft:
-        """Prepare a checkpoint; nothing is written yet."""
-        self.state.next_rollout_id = rollout_id + 1
-        return CheckpointFolder.draft(folder, rollout_id, self.backend, self.state, self.config, sets=self._saved_sets)

@@ -120,8 +120,18 @@ class RankProcesses:
             with _name_failures(node, 0):
                 meeting = TrainerRendezvous.served(node.address, node.free_ports(1)[0])
         is_local = self.placement.is_here
+
+        def launch(rank: int) -> Rank:
+            name, node = f"trainer-{rank}", self.slots[rank].node
+            passed = tuple(self._config.pass_env or ())
+            command = ProcessCommand(
+                name, (), module="slime.train.worker", env=self.environment(rank), pass_env=passed, dumps_stacks=True
+            )
+            with _name_failures(node, rank):
+                return Rank(*node.start_connected(command, self._run_dir / "logs" / f"{name}.log"))
+
         with ThreadPoolExecutor(min(self.world_size, _STARTED_AT_ONCE), "launch-trainer") as pool:
-            starting = [pool.submit(self._launch, rank) for rank in range(self.world_size)]
+            starting = [pool.submit(launch, rank) for rank in range(self.world_size)]
             try:
                 wait_for(starting, return_when=FIRST_EXCEPTION)
             finally:  # `stop` stops the started ranks, also after an interrupt
@@ -157,19 +167,6 @@ class RankProcesses:
         if self._folder is not None:
             self._folder.cleanup()
 
-    def _launch(self, rank: int) -> Rank:
-        name, node = f"trainer-{rank}", self.slots[rank].node
-        command = ProcessCommand(
-            name,
-            (),
-            module="slime.train.worker",
-            env=self.environment(rank),
-            pass_env=tuple(self._config.pass_env or ()),
-            dumps_stacks=True,
-        )
-        with _name_failures(node, rank):
-            return Rank(*node.start_connected(command, self._run_dir / "logs" / f"{name}.log"))
-
     def environment(self, rank: int) -> dict[str, str]:
         """Return the variables of a rank that override its node's: its ranks, devices and numbers of threads."""
         node, peers = self.slots[rank].node, self._on_node[id(self.slots[rank].node)]
@@ -199,7 +196,14 @@ class RankProcesses:
             rank.process.said(None)
         try:
             with waiting(self.names, f"to finish {method}", timeout_s=self.deadline_s, flag=DEADLINE_FLAG) as wait:
-                self._send(method, params, wait)
+                for index, (rank, own) in enumerate(zip(self.ranks, params, strict=True)):
+                    request = {"id": self._next_id, "method": method, "params": own}
+                    try:
+                        rank.channel.send(request, timeout_s=wait.remaining() or 0.0)
+                    except ChannelClosed as cause:
+                        raise self._death_error(index, method) from cause
+                    except ChannelTimeout as cause:
+                        raise self._timeout([index], f"to take the request {method}", wait) from cause
                 return self._collect(method, wait)
         except (UserError, NotWritten):
             raise
@@ -209,28 +213,29 @@ class RankProcesses:
         finally:
             self.doing = None
 
-    def _send(self, method: str, params: Sequence[JsonObject], wait: Wait) -> None:
-        """Send the request to all ranks."""
-        for index, (rank, own) in enumerate(zip(self.ranks, params, strict=True)):
-            request = {"id": self._next_id, "method": method, "params": own}
-            try:
-                rank.channel.send(request, timeout_s=wait.remaining() or 0.0)
-            except ChannelClosed as cause:
-                raise self._death_error(index, method) from cause
-            except ChannelTimeout as cause:
-                raise self._timeout([index], f"to take the request {method}", wait) from cause
-
     def _collect(self, method: str, wait: Wait) -> list[object]:
-        """Receive the answers of all ranks, in rank order."""
+        """Receive the answers of all ranks, in rank order; progress reports renew the deadline."""
         results: dict[int, object] = {}
         listening = ChannelPoller([rank.channel for rank in self.ranks])
         while len(results) < len(self.ranks):
             ready = listening.ready(POLL_S)
             for index in ready:
-                reply = self._receive(index, method, wait)
-                if reply is not None:
-                    results[index] = self._result(index, method, reply)
-                    listening.without(index)
+                try:
+                    reply = self.ranks[index].channel.recv(max(wait.remaining() or 0.0, 1.0))
+                except ChannelClosed as cause:
+                    raise self._death_error(index, method) from cause
+                except ChannelTimeout as cause:
+                    raise self._timeout([index], f"to end its answer to {method}", wait) from cause
+                if "progress" in reply:
+                    if reply["id"] == self._next_id:
+                        wait.renew()
+                        self.doing = reply["progress"]
+                        self.ranks[index].process.said(self.doing)
+                    continue
+                if reply["id"] != self._next_id:
+                    raise RuntimeError(f"trainer-{index} answered request {reply['id']}, not {self._next_id}")
+                results[index] = reply["result"] if reply["ok"] else self._failure(index, method, reply["error"])
+                listening.without(index)
             if not ready:
                 missing = [index for index in range(len(self.ranks)) if index not in results]
                 wait.whom = _rank_names(missing)
@@ -251,54 +256,25 @@ class RankProcesses:
         states = "; ".join(self.ranks[index].process.state() for index in missing)
         return expired(wait, TrainerTimeout, f"{wait.sentence()}: {states}")
 
-    def _receive(self, index: int, method: str, wait: Wait) -> JsonObject | None:
-        """Receive a message from a rank: return its answer, or None for a progress report."""
-        try:
-            reply = self.ranks[index].channel.recv(max(wait.remaining() or 0.0, 1.0))
-        except ChannelClosed as cause:
-            raise self._death_error(index, method) from cause
-        except ChannelTimeout as cause:
-            raise self._timeout([index], f"to end its answer to {method}", wait) from cause
-        if "progress" in reply:
-            if reply["id"] == self._next_id:
-                wait.renew()
-                self.doing = reply["progress"]
-                self.ranks[index].process.said(self.doing)
-            return None
-        if reply["id"] != self._next_id:
-            raise RuntimeError(f"trainer-{index} answered request {reply['id']}, not {self._next_id}")
-        return dict(reply)
-
-    def _result(self, index: int, method: str, reply: JsonObject) -> object:
-        """Return the result of an answer or raise its error; a `NotWritten` is returned, not raised."""
-        if reply["ok"]:
-            return reply["result"]
-        error = reply["error"]
+    def _failure(self, index: int, method: str, error: JsonObject) -> NotWritten:
+        """Raise the error of a rank; a `NotWritten` is returned, to be raised when all ranks have answered."""
         if error["user_error"]:
             raise UserError(error["message"])
         if error["not_written"]:
-            return NotWritten(error["message"])  # raised when all ranks have answered
-        dead = self._find_dead_rank(index)
-        if dead is not None:
-            raise self._death_error(dead, method)
-        states = "; ".join(rank.process.state() for other, rank in enumerate(self.ranks) if other != index)
+            return NotWritten(error["message"])
+        others = [other for other in range(len(self.ranks)) if other != index]
+        if others:  # another rank may have died, which explains this rank's failure
+            with waiting(_rank_names(others), "to be confirmed alive", timeout_s=DEATH_PATIENCE_S) as wait:
+                while not wait.is_over():
+                    for other in others:
+                        if self.ranks[other].process.poll() is not None:
+                            raise self._death_error(other, method)
+                    time.sleep(POLL_S / 4)
+        states = "; ".join(self.ranks[other].process.state() for other in others)
         raise TrainerDied(
             f"trainer-{index} failed in {method}: {error['type']}: {error['message']}\n{error['traceback']}"
             + (f"\n{states}" if states else "")
         )
-
-    def _find_dead_rank(self, index: int) -> int | None:
-        """Find another rank that died: its death explains this rank's failure."""
-        others = [other for other in range(len(self.ranks)) if other != index]
-        if not others:
-            return None
-        with waiting(_rank_names(others), "to be confirmed alive", timeout_s=DEATH_PATIENCE_S) as wait:
-            while not wait.is_over():
-                for other in others:
-                    if self.ranks[other].process.poll() is not None:
-                        return other
-                time.sleep(POLL_S / 4)
-        return None
 
     def _death_error(self, index: int, method: str) -> TrainerDied:
         """Make the error of a dead rank, with its exit code and the end of its log."""

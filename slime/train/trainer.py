@@ -281,7 +281,7 @@ class Trainer:
         self.actor.score(data, flat, num_steps=len(steps), timers=self.timers)
         if self.critic is not None:
             with self.timers.measure("values", brings=True):
-                collect(data, "values", self.critic.values(flat))
+                collect(data, "values", self.critic.token_values(flat))
         run_dir = config.output_dir or "."
         if names := check_columns_finite(data, self.ranks, rollout_id=rollout_id, run_dir=run_dir):
             return [f"rollout {rollout_id}: no update: {'; '.join(names)}; check the tokens, or lower --lr"]

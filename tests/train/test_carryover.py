@@ -42,25 +42,23 @@ def assert_same(one: TrainBatch, other: TrainBatch) -> None:
 
 
 class NoProcesses(RankProcesses):
-    def launch(self) -> list[TrainerRendezvous]:
-        return [TrainerRendezvous()] * self.world_size
+    """Ranks without processes that record the data sent to them."""
 
-
-class RecordingGroup(TrainerGroup):
-    """A trainer group without processes that records the data sent to its ranks."""
-
-    def __init__(self, config: Config, start: int = 0) -> None:
-        super().__init__(config, device="cpu", run_dir="unused")
-        self.processes = NoProcesses(config, device="cpu", run_dir=Path("unused"))
+    def __init__(self, config: Config, start: int) -> None:
+        super().__init__(config, device="cpu", run_dir=Path("unused"))
+        self.save = config.save
         self.begin = start
         self.sent: list[dict[str, Any]] = []
 
-    def _call(self, method: str, params: Sequence[dict[str, Any]]) -> list[Any]:
+    def launch(self) -> list[TrainerRendezvous]:
+        return [TrainerRendezvous()] * self.world_size
+
+    def call(self, method: str, params: Sequence[dict[str, Any]]) -> list[Any]:
         if method == "init":
             return [{"begin": self.begin, "data_rank": 0, "data_size": 1}]
         if method == "save":
-            assert self.config.save is not None
-            folder = Path(self.config.save) / f"iter_{params[0]['rollout_id']:07d}"
+            assert self.save is not None
+            folder = Path(self.save) / f"iter_{params[0]['rollout_id']:07d}"
             folder.mkdir(parents=True)
             return [str(folder)]
         data = open_share(params[0]["data"])
@@ -68,6 +66,15 @@ class RecordingGroup(TrainerGroup):
         perf = {"perf/data_preprocess_time": 0.0, "perf/train_time": 0.0}
         metrics = [{"train/step": 0.0}] * len(data["steps"])
         return [{"metrics": metrics, "rollout_metrics": perf, "logged": [], "warnings": [], "is_skipped": False}]
+
+
+class RecordingGroup(TrainerGroup):
+    """A trainer group without processes; `sent` is the data sent to its rank."""
+
+    def __init__(self, config: Config, start: int = 0) -> None:
+        super().__init__(config, device="cpu", run_dir="unused")
+        self.processes = NoProcesses(config, start)
+        self.sent = self.processes.sent
 
     def trained_tokens(self) -> list[tuple[int, ...]]:
         return [tuple(tokens) for data in self.sent for tokens in data["batch"]["tokens"]]
