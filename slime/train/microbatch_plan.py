@@ -236,10 +236,9 @@ def build_schedule(
             positions = [p for p in positions if trainable[p]]
         if costs is None:
             ranks = assign_by_tokens(positions, lengths, num_ranks, micro_batch_size, max_tokens, prompts)
-        elif by_flops and max_tokens is not None:
-            ranks = assign_equal_flops(positions, lengths, costs, num_ranks, max_tokens)
         else:
-            ranks = assign_by_flops(positions, lengths, costs, num_ranks, micro_batch_size, max_tokens)
+            limit = max_tokens if by_flops else None
+            ranks = assign_by_costs(positions, lengths, costs, num_ranks, micro_batch_size, max_tokens, limit)
         steps.append(StepPlan(num_rollouts=len(chosen), ranks=ranks))
     return Schedule(steps, left_over=sorted(p for rollout in rollouts[whole:] for p in rollout))
 
@@ -252,67 +251,59 @@ def assign_by_tokens(
     max_tokens: int | None,
     prompts: PromptGroups | None = None,
 ) -> list[list[MicroBatchIndices]]:
-    """Form the micro-batches of a step and assign them so that ranks get similar numbers of tokens."""
+    """Form the micro-batches of a step and assign them so that ranks get similar numbers of tokens.
+
+    With `prompts` they are formed of whole groups, if none exceeds `max_tokens` or is empty, and the slowest ranks of
+    all micro-batches compute no more tokens in all.
+    """
     bins = pack_micro_batches(positions, lengths, num_ranks, micro_batch_size, max_tokens)
     apart = assign_to_ranks(bins, lengths, num_ranks)
     if prompts is None or max_tokens is None:
         return apart
-    whole = whole_groups(positions, lengths, prompts.groups, len(bins), max_tokens)
-    if whole is None:
-        return apart
-    together = assign_to_ranks(whole, lengths, num_ranks)
-    return (
-        together
-        if _slowest_rank_tokens(together, lengths, prompts) <= _slowest_rank_tokens(apart, lengths, prompts)
-        else apart
-    )
-
-
-def _slowest_rank_tokens(ranks: list[list[MicroBatchIndices]], lengths: Sequence[int], prompts: PromptGroups) -> int:
-    """Sum, over the micro-batches, the tokens of the slowest rank."""
-    return sum(max(prompts.computed(members, lengths) for members in at_once) for at_once in zip(*ranks, strict=True))
-
-
-def whole_groups(
-    positions: Sequence[int], lengths: Sequence[int], groups: Sequence[int], count: int, max_tokens: int
-) -> list[MicroBatchIndices] | None:
-    """Form `count` micro-batches of whole groups; None if one would exceed `max_tokens` or be empty."""
     members: dict[int, MicroBatchIndices] = {}
     for position in positions:
-        members.setdefault(groups[position], []).append(position)
-    if len(members) < count:
-        return None
-    each = list(members.values())
-    level = balance_bins(range(len(each)), [_weight(group, lengths) for group in each], count)
-    bins = [[position for group in chosen for position in each[group]] for chosen in level]
-    return bins if max(_weight(chosen, lengths) for chosen in bins) <= max_tokens else None
+        members.setdefault(prompts.groups[position], []).append(position)
+    groups = list(members.values())
+    if len(groups) < len(bins):
+        return apart
+    level = balance_bins(range(len(groups)), [_weight(group, lengths) for group in groups], len(bins))
+    whole = [[position for group in chosen for position in groups[group]] for chosen in level]
+    if max(_weight(chosen, lengths) for chosen in whole) > max_tokens:
+        return apart
+    together = assign_to_ranks(whole, lengths, num_ranks)
+    slowest_together, slowest_apart = (
+        sum(max(prompts.computed(one, lengths) for one in at_once) for at_once in zip(*ranks, strict=True))
+        for ranks in (together, apart)
+    )
+    return together if slowest_together <= slowest_apart else apart
 
 
-def assign_by_flops(
+def assign_by_costs(
     positions: Sequence[int],
     lengths: Sequence[int],
     costs: Sequence[float],
     num_ranks: int,
     micro_batch_size: int,
     max_tokens: int | None,
+    mean_tokens: int | None,
 ) -> list[list[MicroBatchIndices]]:
-    """Assign samples to ranks by cost, then pack each rank's samples into the same number of micro-batches.
+    """Assign samples to ranks by cost, then form the same number of micro-batches of each rank's samples.
 
     Each rank starts with its heaviest micro-batch, because ranks wait for each other in micro-batches of equal number.
+    With `mean_tokens` the micro-batches have equal costs and that many tokens on average.
     """
-    shares = _partition_positions(positions, costs, num_ranks, equal_size=max_tokens is None)
+
+    def parted(members: Sequence[int], count: int, *, equal_size: bool = False) -> list[MicroBatchIndices]:
+        parts = partition([costs[p] for p in members], count, equal_size=equal_size)
+        return [[members[i] for i in part] for part in parts]
+
+    if mean_tokens is not None:
+        count = max(1, -(-_weight(positions, lengths) // (mean_tokens * num_ranks)))
+        return [parted(share, count) for share in parted(positions, num_ranks)]
+    shares = parted(positions, num_ranks, equal_size=max_tokens is None)
     count = max(len(pack_micro_batches(share, lengths, 1, micro_batch_size, max_tokens)) for share in shares)
     ranks = [pack_micro_batches(share, lengths, count, micro_batch_size, max_tokens) for share in shares]
     return [sorted(bins, key=lambda members: (-_weight(members, costs), members)) for bins in ranks]
-
-
-def assign_equal_flops(
-    positions: Sequence[int], lengths: Sequence[int], costs: Sequence[float], num_ranks: int, max_tokens: int
-) -> list[list[MicroBatchIndices]]:
-    """Form micro-batches of equal cost, which may exceed `max_tokens`; their number follows from the step's tokens."""
-    count = max(1, -(-_weight(positions, lengths) // (max_tokens * num_ranks)))
-    shares = _partition_positions(positions, costs, num_ranks, equal_size=False)
-    return [_partition_positions(share, costs, count, equal_size=False) for share in shares]
 
 
 def pack_micro_batches(
@@ -323,7 +314,8 @@ def pack_micro_batches(
     Their number is a multiple of `multiple`.
     """
     if max_tokens is None:
-        bins = fixed_size_bins(positions, lengths, micro_batch_size)
+        ordered = _longest_first(positions, lengths)
+        bins = [ordered[begin : begin + micro_batch_size] for begin in range(0, len(ordered), micro_batch_size)]
         raise_to_multiple(bins, lengths, multiple)
         return bins
     bins = first_fit_bins(positions, lengths, max_tokens)
@@ -333,12 +325,6 @@ def pack_micro_batches(
         return bins
     level = balance_bins(positions, lengths, len(bins))
     return level if max(_weight(members, lengths) for members in level) <= max_tokens else bins
-
-
-def fixed_size_bins(positions: Sequence[int], lengths: Sequence[int], size: int) -> list[MicroBatchIndices]:
-    """Form micro-batches of `size` samples of similar length."""
-    ordered = _longest_first(positions, lengths)
-    return [ordered[begin : begin + size] for begin in range(0, len(ordered), size)]
 
 
 def first_fit_bins(positions: Sequence[int], lengths: Sequence[int], max_tokens: int) -> list[MicroBatchIndices]:
@@ -436,13 +422,6 @@ def assign_to_ranks(
 def _longest_first(positions: Sequence[int], lengths: Sequence[int]) -> list[int]:
     """Sort positions by length, descending; of equally long samples, the lower position comes first."""
     return sorted(sorted(positions), key=lengths.__getitem__, reverse=True)
-
-
-def _partition_positions(
-    positions: Sequence[int], costs: Sequence[float], count: int, *, equal_size: bool
-) -> list[MicroBatchIndices]:
-    parts = partition([costs[p] for p in positions], count, equal_size=equal_size)
-    return [[positions[i] for i in part] for part in parts]
 
 
 def _weight(members: Sequence[int], weights: Sequence[Number]) -> Number:

@@ -139,12 +139,13 @@ class Trainer:
                 self.sleeper.load_rest()  # after the samples are on the device
             flat = [micro for step in steps for micro in step]
             warnings = [] if self.config.loss_type == "sft_loss" else self._prepare(rollout_id, columns, steps)
-            counts = [plan["num_rollouts"] for plan in data["steps"]]
             is_skipped = bool(warnings)
             if is_skipped:
                 metrics = [self.actor.idle_step(skipped=True) for _ in steps]
             else:
-                metrics = self._optimize(rollout_id, columns, steps, counts, warnings)
+                metrics = self._optimize(rollout_id, columns, steps, warnings)
+                for step_metrics, plan in zip(metrics, data["steps"], strict=True):
+                    step_metrics["train/global_batch_size"] = float(plan["num_rollouts"])
             rollout_metrics = self._rollout_metrics(columns, flat)
         self.actor.finish_rollout(rollout_id)
         if self.sleeper is not None:
@@ -301,30 +302,21 @@ class Trainer:
         return []
 
     def _optimize(
-        self,
-        rollout_id: int,
-        data: RolloutData,
-        steps: list[list[MicroBatch]],
-        num_rollouts: list[int],
-        warnings: list[str],
+        self, rollout_id: int, data: RolloutData, steps: list[list[MicroBatch]], warnings: list[str]
     ) -> list[dict[str, float]]:
         """Update the critic and the policy; return the metrics of each step."""
         merged: list[dict[str, float]] = [{} for _ in steps]
         if self.critic is not None:
             with self.timers.measure("critic_train"):
                 merged = self.critic.train(rollout_id, data, steps, warnings=warnings)
-        if self.critic is None or rollout_id >= self.config.num_critic_only_steps:
-            if self.config.reset_optimizer_states:
-                self.actor.backend.reset_optimizer_state()
-            with self.timers.measure("actor_train"):
-                for step_id, (metrics, step) in enumerate(zip(merged, steps, strict=True)):
-                    metrics |= self.actor.train(rollout_id, data, step, step_id=step_id, warnings=warnings)
-        else:
-            merged = [metrics | self.actor.idle_step() for metrics in merged]
-        return [
-            metrics | {"train/global_batch_size": float(count)}
-            for metrics, count in zip(merged, num_rollouts, strict=True)
-        ]
+            if rollout_id < self.config.num_critic_only_steps:
+                return [metrics | self.actor.idle_step() for metrics in merged]
+        if self.config.reset_optimizer_states:
+            self.actor.backend.reset_optimizer_state()
+        with self.timers.measure("actor_train"):
+            for step_id, (metrics, step) in enumerate(zip(merged, steps, strict=True)):
+                metrics |= self.actor.train(rollout_id, data, step, step_id=step_id, warnings=warnings)
+        return merged
 
     def _rollout_metrics(self, data: RolloutData, micro_batches: list[MicroBatch]) -> dict[str, float]:
         """Average the per-token columns over the rollout."""

@@ -33,9 +33,8 @@ from slime.train.flops import FlopsModel
 from slime.train.microbatch_plan import PromptGroups, build_schedule
 from slime.train.node_paths import config_for_node, driver_paths
 from slime.train.processes import DEADLINE_FLAG, RankProcesses
-from slime.train.samples.batch import TrainBatch, batch_metrics, flatten_samples, make_train_batch
+from slime.train.samples.batch import TrainBatch, batch_metrics, flatten_samples, make_custom_batch, make_train_batch
 from slime.train.samples.carryover import load_carried, prepend_carried, remove_stale, save_carried
-from slime.train.samples.custom_batch import make_custom_batch
 from slime.train.samples.dp_shards import ShardTransfer, rank_shares
 from slime.train.samples.train_dump import write_train_dump
 

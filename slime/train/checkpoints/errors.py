@@ -24,13 +24,16 @@ class NotWritten(RunFailed):
     """Raised when the disk is full or lost, or a path is already in use; the trainers keep the weights."""
 
 
-class AgreeingRanks(Protocol):
-    """Ranks that exchange error messages."""
+class WritingRanks(Protocol):
+    """Ranks that write together and exchange error messages."""
+
+    @property
+    def rank(self) -> int: ...
 
     def union(self, names: Iterable[str]) -> set[str]: ...
 
 
-def run_together(ranks: AgreeingRanks, write: Callable[[], T] | None, what: str) -> T | None:
+def run_together(ranks: WritingRanks, write: Callable[[], T] | None, what: str) -> T | None:
     """Run `write` on ranks that have one and return its result; if any rank fails, all raise the same `NotWritten`."""
     problem, result = None, None
     if write is not None:
@@ -48,7 +51,7 @@ def run_together(ranks: AgreeingRanks, write: Callable[[], T] | None, what: str)
 
 
 def write_together(
-    ranks: AgreeingRanks, tensors: Iterator[object], write: Callable[[Iterator[Any]], object] | None, what: str
+    ranks: WritingRanks, tensors: Iterator[object], write: Callable[[Iterator[Any]], object] | None, what: str
 ) -> None:
     """Let `write` consume `tensors` on the rank that has it; the other ranks iterate without writing."""
 

@@ -41,7 +41,11 @@ def wait_until_latest(target: Path, writers: str, alive: Callable[[], bool], *, 
     logger.warning("%s is being written: waiting until it is complete", target)
     before = -1
     with waiting(writers, f"to write {target}", timeout_s=timeout_s, flag=flag) as wait:
-        while alive() and not wait.is_over() and (written := _bytes_written(target)) is not None:
+        while alive() and not wait.is_over() and (folders := staging_folders(target)):
+            written = 0
+            for file in (file for folder in folders for file in folder.glob("*")):
+                with suppress(FileNotFoundError):  # it was renamed in the meantime
+                    written += file.stat().st_size
             if written != before:
                 wait.renew()
             before = written
@@ -50,15 +54,3 @@ def wait_until_latest(target: Path, writers: str, alive: Callable[[], bool], *, 
     with waiting(writers, f"to name {target}", timeout_s=NAMING_S) as wait:
         while alive() and not wait.is_over() and read_latest(target.parent) != str(int(number)):
             time.sleep(POLL_S)
-
-
-def _bytes_written(target: Path) -> int | None:
-    """Return the size of a checkpoint in progress; None if it is complete or abandoned."""
-    folders = staging_folders(target)
-    if not folders:
-        return None
-    total = 0
-    for file in (file for folder in folders for file in folder.glob("*")):
-        with suppress(FileNotFoundError):  # it was renamed in the meantime
-            total += file.stat().st_size
-    return total

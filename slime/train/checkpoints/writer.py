@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -40,19 +39,10 @@ from slime.data.source_state import state_path
 from slime.models.saving import replace_folder
 from slime.storage.files import FolderTaken, fsync_path, is_checkpoint
 from slime.storage.json_types import JsonObject
-from slime.train.checkpoints.errors import run_together
+from slime.train.checkpoints.errors import WritingRanks, run_together
 from slime.train.checkpoints.rank_files import SavedPart, write_parts
 from slime.train.checkpoints.staging import LEFT_BEHIND, staging_folder, staging_folders
 from slime.train.topology import Ranks
-
-
-class WritingRanks(Protocol):
-    """Ranks that write a checkpoint together."""
-
-    @property
-    def rank(self) -> int: ...
-
-    def union(self, names: Iterable[str]) -> set[str]: ...
 
 
 @dataclass
@@ -119,8 +109,19 @@ def commit(
     added: Callable[[str], None] = lambda _: None,
 ) -> Path:
     """Write the checkpoints, the policy's last, and name them as the latest; all ranks call it together."""
+
+    def write_parts_of(draft: CheckpointDraft) -> dict[str, int]:
+        try:
+            return write_parts(draft.staging, ranks.rank, draft.parts, added=added)
+        finally:
+            for _ in draft.parts:  # finish the iteration: other ranks may be waiting for this rank's share
+                pass
+
     try:
-        files = [_write_draft_parts(draft, ranks, added) for draft in drafts]
+        files = []
+        for draft in drafts:  # the names and sizes of the files of all ranks
+            own = run_together(ranks, partial(write_parts_of, draft), str(draft)) or {}
+            files.append(dict(json.loads(pair) for pair in sorted(ranks.union(map(json.dumps, own.items())))))
         for draft, sizes in zip(drafts, files, strict=True):
             run_together(ranks, partial(draft.complete, sizes) if ranks.rank == 0 else None, str(draft))
     except BaseException:
@@ -144,20 +145,6 @@ def commit(
         for draft in drafts:
             _remove_old(draft.target.parent, keep_count, keep=draft.target)
     return last
-
-
-def _write_draft_parts(draft: CheckpointDraft, ranks: WritingRanks, added: Callable[[str], None]) -> dict[str, int]:
-    """Write this rank's parts; return the files of all ranks and their sizes."""
-
-    def write() -> dict[str, int]:
-        try:
-            return write_parts(draft.staging, ranks.rank, draft.parts, added=added)
-        finally:
-            for _ in draft.parts:  # finish the iteration: other ranks may be waiting for this rank's share
-                pass
-
-    own = run_together(ranks, write, str(draft))
-    return dict(json.loads(pair) for pair in sorted(ranks.union(map(json.dumps, (own or {}).items()))))
 
 
 def _remove_old(root: Path, keep_count: int | None, *, keep: Path) -> None:

@@ -8,7 +8,7 @@ and it does not affect its group's statistics.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, chain, count, islice
@@ -19,8 +19,11 @@ import numpy as np
 
 from slime.cluster.rpc.messages import ConcatenatedArrays
 from slime.config import Config
+from slime.config.plugins import load_function
+from slime.config.plugins.view import plugin_args
 from slime.data.columns import PackedArray, constant_mask
 from slime.data.counters import VersionRuns
+from slime.data.routed_experts import narrow_expert_ids
 from slime.data.sample import Sample
 from slime.data.validation import keep_bad_sample
 from slime.errors import UserError
@@ -243,6 +246,71 @@ def make_train_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
         turn_rewards=placed_turn_rewards(config, samples, masks, excluded),
         rollout_routed_experts=_routed_experts(samples, trained) if config.use_rollout_routing_replay else None,
         mask_totals=totals,
+    )
+
+
+CONVERT = "--custom-convert-samples-to-train-data-path"
+CONVERTED = ("tokens", "response_lengths", "rewards")
+"""Columns that a user's conversion must return."""
+
+
+def make_custom_batch(config: Config, samples: Sequence[Sample]) -> TrainBatch:
+    """Make the batch of one rollout with the user's conversion function, whose result is checked.
+
+    Missing columns are filled in as if every sample were alone in its group and rollout; unknown columns are passed to
+    custom losses and hooks under their own names.
+    """
+    path = config.custom_convert_samples_to_train_data_path
+    assert path is not None
+    hook = load_function(path, what=CONVERT, params=("args", "samples"))
+    found = hook(plugin_args(config), list(samples))
+    if not isinstance(found, Mapping):
+        raise UserError(f"{CONVERT}: {path} returned a {type(found).__name__}; it must return a dict of lists")
+    for name in CONVERTED:
+        if name not in found:
+            raise UserError(f"{CONVERT}: {path} returned no {name!r}; it must return at least {', '.join(CONVERTED)}")
+    count = len(found["tokens"])
+    for name, column in found.items():
+        if len(column) != count:
+            raise UserError(f"{CONVERT}: {path} returned {len(column)} entries of {name!r} and {count} of 'tokens'")
+    if config.use_rollout_routing_replay and found.get("rollout_routed_experts") is None:
+        raise UserError(
+            f"{CONVERT}: {path} returned no 'rollout_routed_experts': --use-rollout-routing-replay needs them"
+        )
+    made: dict[str, list[Any]] = {name: list(column) for name, column in found.items()}
+    tokens = [np.asarray(ids, dtype=np.int64) for ids in made.pop("tokens")]
+    lengths = [int(length) for length in made.pop("response_lengths")]
+    rewards = [float(reward) for reward in made.pop("rewards")]
+    masks = made.pop("loss_masks", None) or [np.ones(length) for length in lengths]
+    loss_masks = [np.asarray(mask, dtype=np.float32) for mask in masks]
+    rollout_ids = [int(i) for i in made.pop("rollout_ids", range(count))]
+    sums: dict[int, int] = {}
+    for rollout_id, mask in zip(rollout_ids, loss_masks, strict=True):
+        sums[rollout_id] = sums.get(rollout_id, 0) + int(mask.sum())
+    experts = made.pop("rollout_routed_experts", None)
+    log_probs = {
+        name: [np.asarray(values, dtype=np.float32) for values in made.pop(name)] if name in made else None
+        for name in ("rollout_log_probs", "teacher_log_probs")
+    }
+    made.pop("rollout_mask_sums", None)  # computed here
+    made.pop("total_lengths", None)
+    return TrainBatch(
+        tokens=tokens,
+        response_lengths=lengths,
+        loss_masks=loss_masks,
+        rewards=rewards,
+        raw_reward=[float(reward) for reward in made.pop("raw_reward", rewards)],
+        truncated=[int(flag) for flag in made.pop("truncated", [0] * count)],
+        excluded=[bool(flag) for flag in made.pop("excluded", [False] * count)],
+        sample_indices=[int(i) for i in made.pop("sample_indices", range(count))],
+        group_indices=[int(i) for i in made.pop("group_indices", range(count))],
+        rollout_ids=rollout_ids,
+        rollout_mask_sums=[sums[rollout_id] for rollout_id in rollout_ids],
+        rollout_log_probs=log_probs["rollout_log_probs"],
+        teacher_log_probs=log_probs["teacher_log_probs"],
+        train_metadata=made.pop("train_metadata", [None] * count),
+        rollout_routed_experts=None if experts is None else [narrow_expert_ids(np.asarray(rows)) for rows in experts],
+        extra=dict(made),
     )
 
 
