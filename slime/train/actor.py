@@ -12,7 +12,7 @@ rollout from before a restart) counts as sampled by the oldest kept weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,6 @@ from slime.config.initial_weights import (
     find_reference_weights,
 )
 from slime.config.lora import uses_lora
-from slime.data.counters import VersionRuns
 from slime.train.backend import POLICY, Builder, LossOutcome, TrainBackend
 from slime.train.losses.objectives import CustomObjective, supervised_loss
 from slime.train.losses.policy import (
@@ -79,21 +78,6 @@ class OldPolicy:
     def at(self, version: int) -> str:
         """Return the name of the frozen set of a version from `nearest`."""
         return f"{NAME}@{version}" if self._behind else NAME
-
-
-def token_versions(spans: VersionRuns | None, length: int, nearest: dict[int | None, int]) -> Tensor:
-    """Return [length]: the kept version of each token."""
-    versions = torch.full((length,), nearest[None], dtype=torch.int64)
-    begin = 0
-    for version, count in spans or ():
-        versions[begin : begin + count] = nearest[as_version(version)]
-        begin += count
-    return versions
-
-
-def response_versions(columns: Iterable[VersionRuns | None]) -> set[int | None]:
-    """Return all versions of the responses, and None for tokens of unknown version."""
-    return {None} | {as_version(version) for spans in columns for version, _ in spans or ()}
 
 
 def as_version(version: object) -> int | None:
@@ -184,10 +168,13 @@ class Actor(TrainedModel):
     def _forward_by_version(self, old: OldPolicy, data: RolloutData, micro_batches: Sequence[MicroBatch]) -> None:
         """Compute each token's log-prob (and entropy) with the weights that sampled it: one pass per version."""
         spans = data.get("version_spans") or [None] * len(data["response_lengths"])
-        nearest = {version: old.nearest(version) for version in response_versions(spans)}
-        own = [
-            token_versions(runs, length, nearest) for runs, length in zip(spans, data["response_lengths"], strict=True)
-        ]
+        newest, own = old.nearest(None), []  # [length] each: the kept version of every token
+        for runs, length in zip(spans, data["response_lengths"], strict=True):
+            versions, begin = torch.full((length,), newest, dtype=torch.int64), 0
+            for version, count in runs or ():
+                versions[begin : begin + count] = old.nearest(as_version(version))
+                begin += count
+            own.append(versions)
         names = ("log_probs", "entropy") if self.config.use_rollout_entropy else ("log_probs",)
         found: dict[str, list[Tensor]] = {}
         wanted = self.topology.world.union({str(version) for one in own for version in one.unique().tolist()})

@@ -12,7 +12,6 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from itertools import count, islice
 
 import numpy as np
@@ -59,50 +58,41 @@ def open_share(data: Share) -> Share:
         return data
     share = dict(data)
     batch = share["batch"] = dict(share["batch"])
-    columns = {name: _ColumnLayout(**batch[name]) for name in BY_TOKEN if batch[name] is not None}
-    arrays = iter(read_places(share.pop("places"), [size for column in columns.values() for size in column.sizes()]))
-    for name, column in columns.items():
-        batch[name] = column.parts(arrays)
+    names = [name for name in BY_TOKEN if batch[name] is not None]
+    sizes = []  # the bytes of each array that is not constant
+    for column in (batch[name] for name in names):
+        real = [length for place, length in enumerate(column["lengths"]) if place not in column["constant"]]
+        width, dtypes = math.prod(column["rows"]), column["dtypes"]
+        if dtypes is None:
+            width *= np.dtype(column["dtype"]).itemsize
+            sizes += [length * width for length in real]
+        else:
+            sizes += [length * width * np.dtype(own).itemsize for length, own in zip(real, dtypes, strict=True)]
+    arrays = iter(read_places(share.pop("places"), sizes))
+    for name in names:
+        lengths, constant, rows = batch[name]["lengths"], batch[name]["constant"], batch[name]["rows"]
+        dtype, dtypes = np.dtype(batch[name]["dtype"]), batch[name]["dtypes"]
+        found = list(islice(arrays, len(lengths) - len(constant)))
+        if dtypes is None:
+            found = [one.view(dtype) for one in found]
+        else:
+            found = [one.view(own).astype(dtype) for one, own in zip(found, dtypes, strict=True)]
+        shaped = [one.reshape(-1, *rows) for one in found] if rows else found
+        batch[name] = merge_constants(shaped, lengths, constant, dtype)
     return share
 
 
-@dataclass(frozen=True)
-class _ColumnLayout:
-    """Layout of a column whose arrays are in shared memory: their dtypes there, and the common dtype to convert to."""
+def column_layout(lengths: list[int], constant: dict[int, float], values: ConcatenatedArrays) -> JsonObject:
+    """Describe a column whose arrays are in shared memory, as a message.
 
-    lengths: list[int]
-    constant: dict[int, float]
-    dtype: str
-    dtypes: list[str] | None
-    """The dtype of each array that is not constant, if they differ."""
-    rows: list[int]
-    """The shape of a token's entry."""
-
-    @classmethod
-    def message(cls, lengths: list[int], constant: dict[int, float], values: ConcatenatedArrays) -> JsonObject:
-        """Return the layout of a column as a message."""
-        dtypes = [part.dtype.str for part in values.parts] if values.is_mixed else None
-        return vars(cls(lengths, constant, values.dtype.str, dtypes, list(values.rows)))
-
-    def sizes(self) -> list[int]:
-        """Return the bytes of each array."""
-        real = [length for place, length in enumerate(self.lengths) if place not in self.constant]
-        row = math.prod(self.rows)
-        if self.dtypes is None:
-            row *= np.dtype(self.dtype).itemsize
-            return [length * row for length in real]
-        return [length * row * np.dtype(own).itemsize for length, own in zip(real, self.dtypes, strict=True)]
-
-    def parts(self, arrays: Iterator[np.ndarray]) -> list[np.ndarray]:
-        """Take this column's arrays from the bytes of all arrays and convert them."""
-        dtype, rows = np.dtype(self.dtype), tuple(self.rows)
-        real = list(islice(arrays, len(self.lengths) - len(self.constant)))
-        if self.dtypes is None:
-            found = [one.view(dtype) for one in real]
-        else:
-            found = [one.view(own).astype(dtype) for one, own in zip(real, self.dtypes, strict=True)]
-        shaped = [one.reshape(-1, *rows) for one in found] if rows else found
-        return merge_constants(shaped, self.lengths, self.constant, dtype)
+    `dtype` is the common dtype to convert to, `dtypes` that of each array that is not constant, if they differ, and
+    `rows` the shape of a token's entry.
+    """
+    dtypes = [part.dtype.str for part in values.parts] if values.is_mixed else None
+    return {
+        "lengths": lengths, "constant": constant, "dtype": values.dtype.str, "dtypes": dtypes,
+        "rows": list(values.rows),
+    }  # fmt: skip
 
 
 class ShardTransfer:
@@ -124,7 +114,7 @@ class ShardTransfer:
             begin, batch = len(arrays), dict(share["batch"])
             for name in BY_TOKEN:
                 if (column := batch[name]) is not None:
-                    batch[name] = _ColumnLayout.message(**column)
+                    batch[name] = column_layout(**column)
                     arrays += column["values"].parts
             drafts[key] = {**share, "batch": batch}, begin, len(arrays)
         with ExitStack() as stack:
