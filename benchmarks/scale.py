@@ -169,7 +169,7 @@ class TimedGroup(TrainerGroup):
         super().__init__(config, device="cpu", run_dir=folder)
         self._arena = TimedArena(lambda: self.spent)
         self._hand_over = ShardTransfer(self._arena)
-        self._through_memory = through_memory
+        self._here, self._shares_memory = [through_memory] * self.world_size, through_memory
         self.processes = SimulatedRanks(config, processes)
         self.spent = Spent()
         self.receivers_mib = 0.0
@@ -178,10 +178,6 @@ class TimedGroup(TrainerGroup):
         self.processes.launch()
         self._data_ranks, self._data_size = list(range(self.world_size)), self.world_size
         self._flops = SMALL_MODEL if self.config.balance_data or self.config.balance_by_flops else None
-
-    @property
-    def _here(self) -> list[bool]:
-        return [self._through_memory] * self.world_size
 
     def train(self, rollout_id: int, samples_by_group: Sequence[object], *, last: bool = False) -> TrainResult:
         def timed(part: str, function: Callable[..., Any]) -> Callable[..., Any]:

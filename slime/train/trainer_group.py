@@ -12,7 +12,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +69,8 @@ class TrainerGroup:
         self.device = device
         self.processes = RankProcesses(config, device=device, run_dir=Path(run_dir), placement=placement)
         self.world_size = self.processes.world_size
+        self._here = [slot.node.is_here for slot in self.processes.slots]  # ranks that share memory with the driver
+        self._shares_memory = any(self._here)
         self._data_ranks, self._data_size = list(range(self.world_size)), self.world_size  # until `init` returns them
         self._flops: FlopsModel | None = None
         self._arena = SharedArena()
@@ -307,15 +308,6 @@ class TrainerGroup:
                 logger.warning("samples are written for the trainers at each step, not when they finish: %s", error)
             self._warned_no_room = True
             return arrays
-
-    @cached_property
-    def _shares_memory(self) -> bool:
-        return any(self._here)
-
-    @property
-    def _here(self) -> list[bool]:
-        """For each rank, whether it shares memory with the driver."""
-        return [slot.node.is_here for slot in self.processes.slots]
 
     @property
     def _num_carried(self) -> int:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import cast
 
 from slime.cluster.memory.staging import choose_root
-from slime.cluster.node import Cluster, Node, SlotPlacement
+from slime.cluster.node import Cluster, SlotPlacement
 from slime.cluster.watchdog import Limit, named
 from slime.config import Config
 from slime.config.plugins import load_function
@@ -24,7 +24,7 @@ from slime.engine.http.client import EngineClient, EngineRejected, PauseMode
 from slime.errors import RunFailed, UserError
 from slime.models.delta.folder import delta_checksum, safetensors_entries
 from slime.storage.json_types import JsonObject
-from slime.weights.broadcast import BroadcastPublisher, ChooseStoreAddress
+from slime.weights.broadcast import BroadcastPublisher
 from slime.weights.delta import DeltaPublisher
 from slime.weights.folder import Contents, FolderPublisher, VersionFolders
 from slime.weights.ipc import SharedMemoryPublisher
@@ -94,8 +94,16 @@ def choose_transport(
     `nodes` are the nodes with trainers or engines other than the driver's machine.
     """
     asked = config.update_weight_transport
-    if sends_adapter(config):
-        _refuse_with_adapters(config, engine_kind)
+    if sends_adapter(config) and config.update_weight_mode == "delta":
+        raise UserError(
+            "--lora-sync adapter sends the adapter whole, so there is no delta: drop --update-weight-mode delta, or "
+            "use --lora-sync merged"
+        )
+    if sends_adapter(config) and engine_kind == "sglang":
+        raise UserError(
+            "--lora-sync adapter: SGLang's servers add an adapter in the requests that name it, and no request here "
+            "does: use --lora-sync merged, or the embedded engine"
+        )
     if config.update_weight_mode == "delta":
         if asked not in ("auto", "disk"):
             raise UserError(
@@ -183,19 +191,6 @@ def sends_adapter(config: Config) -> bool:
     return config.lora_rank > 0 and config.lora_sync == "adapter"
 
 
-def _refuse_with_adapters(config: Config, engine_kind: EngineKind) -> None:
-    if config.update_weight_mode == "delta":
-        raise UserError(
-            "--lora-sync adapter sends the adapter whole, so there is no delta: drop --update-weight-mode delta, or "
-            "use --lora-sync merged"
-        )
-    if engine_kind == "sglang":
-        raise UserError(
-            "--lora-sync adapter: SGLang's servers add an adapter in the requests that name it, and no request here "
-            "does: use --lora-sync merged, or the embedded engine"
-        )
-
-
 def make_publisher(
     config: Config,
     *,
@@ -232,11 +227,12 @@ def make_publisher(
     if transport == "tensor":
         return _in_memory(config, device, settings, engine_kind)
     if transport == "nccl":
+        node = None if placement is None or not nodes else placement.trainers[0].node  # the trainers' rank 0 is there
         return BroadcastPublisher(
             settings,
             # NCCL does not allow two members on one GPU, which colocated trainers and engines would be
             backend="nccl" if device == "cuda" and not config.colocate else "gloo",
-            meet=None if placement is None or not nodes else _store_address_on(placement.trainers[0].node),
+            meet=None if node is None else lambda urls: (node.address, node.free_ports(1)[0]),
             engine_kind=engine_kind,
             with_adapter=sends_adapter(config),
             processes_per_engine=config.rollout_num_gpus_per_engine if engine_kind == "sglang" else 1,
@@ -296,8 +292,3 @@ def _in_memory(config: Config, device: str, settings: PublisherSettings, engine_
     if contents != "tensors" or device != "cuda":
         return through_files()
     return SharedMemoryPublisher(settings, through_files=through_files, largest_bytes=largest)
-
-
-def _store_address_on(node: Node) -> ChooseStoreAddress:
-    """Return a function that chooses a port of the node, where the trainers' rank 0 serves the store of the group."""
-    return lambda urls: (node.address, node.free_ports(1)[0])
