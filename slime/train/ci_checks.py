@@ -66,8 +66,19 @@ def check_grad_norms(config: Config, rollout_id: int, steps: Sequence[Mapping[st
                 written.parent.mkdir(parents=True, exist_ok=True)
                 written.write_text(json.dumps(step[name]))
             expected = _norm_file("--ci-load-grad-norm", config.ci_load_grad_norm, role, rollout_id, index)
-            if expected is not None:
-                _compare_norm(expected, f"{name} of rollout {rollout_id}, step {index},", step[name])
+            if expected is None:
+                continue
+            try:
+                norm = float(json.loads(expected.read_text(encoding="utf-8")))
+            except (OSError, ValueError, TypeError) as error:
+                raise UserError(
+                    f"--ci-load-grad-norm: {expected} has no gradient norm ({error}): write it with --ci-save-grad-norm"
+                ) from error
+            if not math.isclose(step[name], norm, rel_tol=GRAD_NORM_TOLERANCE, abs_tol=GRAD_NORM_TOLERANCE):
+                raise SelfCheckFailed(
+                    f"--ci-load-grad-norm: {name} of rollout {rollout_id}, step {index}, is {step[name]:g}, but "
+                    f"{norm:g} in {expected}"
+                )
 
 
 def _norm_file(flag: str, template: str | None, role: str, rollout_id: int, step: int) -> Path | None:
@@ -80,15 +91,3 @@ def _norm_file(flag: str, template: str | None, role: str, rollout_id: int, step
         return Path(template.format(role=role, rollout_id=rollout_id, step_id=step))
     except (KeyError, IndexError, ValueError) as error:
         raise UserError(f"{flag} {template} may contain only {{role}}, {{rollout_id}} and {{step_id}}") from error
-
-
-def _compare_norm(file: Path, what: str, norm: float) -> None:
-    """Raise SelfCheckFailed if a norm differs from the one in the file."""
-    try:
-        expected = float(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(
-            f"--ci-load-grad-norm: {file} has no gradient norm ({error}): write it with --ci-save-grad-norm"
-        ) from error
-    if not math.isclose(norm, expected, rel_tol=GRAD_NORM_TOLERANCE, abs_tol=GRAD_NORM_TOLERANCE):
-        raise SelfCheckFailed(f"--ci-load-grad-norm: {what} is {norm:g}, but {expected:g} in {file}")

@@ -49,8 +49,15 @@ def partition(weights: Sequence[float], k: int, *, equal_size: bool) -> list[lis
         widest, next_widest = heapq.heappop(heap)[2], heapq.heappop(heap)[2]
         heapq.heappush(heap, _entry(_merge_partitions(widest, next_widest, k), k, order))
         order += 1
-    parted = [_flatten_members(members) for _, members in heap[0][2]] if heap else []
-    parted += [[] for _ in range(k - len(parted))]
+    parted: list[list[int]] = [[] for _ in range(k)]
+    for place, (_, members) in enumerate(heap[0][2] if heap else ()):
+        left = [members]
+        while left:  # the bin's members are nested pairs
+            one = left.pop()
+            if isinstance(one, tuple):
+                left += one
+            else:
+                parted[place].append(one)
     if equal_size:
         _swap_numbers(parted, weights)
     return sorted((sorted(members) for members in parted), key=lambda members: (-_sum(members, weights), members))
@@ -75,19 +82,6 @@ def _entry(bins: list[Bin], k: int, order: int) -> tuple[float, int, list[Bin]]:
     """Make a heap entry: the widest spread comes first, then the oldest; `bins` are sorted."""
     lightest = bins[-1][0] if len(bins) == k else 0.0
     return lightest - bins[0][0], order, bins
-
-
-def _flatten_members(members: Members) -> list[int]:
-    """List the indices of a bin."""
-    found: list[int] = []
-    left: list[Members] = [members]
-    while left:
-        one = left.pop()
-        if isinstance(one, tuple):
-            left += one
-        else:
-            found.append(one)
-    return found
 
 
 def _swap_numbers(bins: list[list[int]], weights: Sequence[float]) -> None:

@@ -18,9 +18,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from slime.cluster.devices import split_cores, threads_per_process
 from slime.cluster.local import LocalCluster
@@ -46,14 +46,6 @@ class TrainerRendezvous:
     port: int = 0
     prefix: str = ""
     address: str | None = None
-
-    @classmethod
-    def served(cls, host: str, port: int) -> Self:
-        """Make the rendezvous of a store at this address, with a random key prefix."""
-        return cls(host=host, port=port, prefix=secrets.token_hex(16))
-
-    def to_dict(self) -> JsonObject:
-        return asdict(self)
 
 
 POLL_S = 0.2
@@ -118,7 +110,8 @@ class RankProcesses:
         else:
             node = self.slots[0].node
             with _name_failures(node, 0):
-                meeting = TrainerRendezvous.served(node.address, node.free_ports(1)[0])
+                port = node.free_ports(1)[0]
+            meeting = TrainerRendezvous(host=node.address, port=port, prefix=secrets.token_hex(16))
         is_local = self.placement.is_here
 
         def launch(rank: int) -> Rank:

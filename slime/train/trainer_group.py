@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +97,7 @@ class TrainerGroup:
             for key, node in nodes.items()
         }
         params: list[JsonObject] = [
-            {**by_node[id(slot.node)], "device": self.device, "meeting": meeting.to_dict()}
+            {**by_node[id(slot.node)], "device": self.device, "meeting": asdict(meeting)}
             for slot, meeting in zip(self.processes.slots, meetings, strict=True)
         ]
         answers = self.processes.call("init", params)

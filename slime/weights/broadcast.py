@@ -25,7 +25,7 @@ from slime.weights.publisher import (
     StagedVersion,
     WeightPublisher,
     call_all,
-    tensor_bytes,
+    total_bytes,
 )
 
 _JOIN_TIMEOUT_S = 120.0
@@ -81,7 +81,7 @@ class BroadcastPublisher(WeightPublisher):
             if self._kind == "embedded" and not self._with_adapter:
                 self._settings.run_async(named(self._compare_shapes(), f"shape check of weight update {version}"))
             self._group = self._settings.run_async(named(self._connect(), "weight update group"))
-        return StagedVersion(sum(tensor_bytes(tensor) for bucket in self._buckets for tensor in bucket))
+        return StagedVersion(total_bytes(self._buckets))
 
     async def _compare_shapes(self) -> None:
         """Compare the shapes of the engines with the announced ones.

@@ -155,7 +155,8 @@ class DeltaPublisher(FolderPublisher):
                 index = None
             if index is not None and index.base_version == base:
                 staged = StagedVersion(file_bytes(folder.glob("*.safetensors")), folder, density=0.0)
-                if not self._swap(clients, staged, version).refused:
+                _, refused = self._swap(clients, staged, version)
+                if not refused:
                     return True
         published, self._base = self._base, None
         brought = super().bring(clients, version)

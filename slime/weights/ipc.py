@@ -22,14 +22,14 @@ from slime.engine.http.client import EngineClient, EngineRejected
 from slime.storage.json_types import JsonObject
 from slime.weights.publisher import (
     Buckets,
-    EngineSwapResult,
     PublisherSettings,
     PublishResult,
     StagedVersion,
+    Swapped,
     WeightPublisher,
     call_all,
     require_version,
-    tensor_bytes,
+    total_bytes,
 )
 
 DEVICE, HOST = "device memory", "a pinned region"
@@ -100,7 +100,7 @@ class SharedMemoryPublisher(WeightPublisher):
     def _stage(self, version: int, *, whole: bool) -> StagedVersion:
         self._first = self._share(1, version)
         self._buckets = self._first["buckets"]
-        return StagedVersion(sum(tensor_bytes(one) for each in self._buckets for one in each))
+        return StagedVersion(total_bytes(self._buckets))
 
     def _share(self, number: int, version: int) -> JsonObject:
         region = None
@@ -116,14 +116,12 @@ class SharedMemoryPublisher(WeightPublisher):
             raise MemoryNotShared(f"the trainer cannot share memory: {shared['refused']}")
         return shared
 
-    async def _pause_and_load(
-        self, clients: Sequence[EngineClient], staged: StagedVersion, version: int
-    ) -> EngineSwapResult:
+    async def _pause_and_load(self, clients: Sequence[EngineClient], staged: StagedVersion, version: int) -> Swapped:
         if len(self._buckets) > 1:
             return await super()._pause_and_load(clients, staged, version)
         answers = await self._send(clients, 1, self._first, version)
         require_version(clients, version, [str(answer["weight_version"]) for answer in answers])
-        return EngineSwapResult(max((answer["seconds"] for answer in answers), default=0.0))
+        return max((answer["seconds"] for answer in answers), default=0.0), ()
 
     async def _transfer(
         self, clients: Sequence[EngineClient], staged: StagedVersion, version: int

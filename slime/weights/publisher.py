@@ -19,7 +19,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from slime.cluster.watchdog import named
 from slime.engine.http.client import EngineClient, PauseMode
 from slime.errors import RunFailed
-from slime.storage.json_types import JsonMapping, JsonObject
+from slime.storage.json_types import JsonObject
 
 T = TypeVar("T")
 
@@ -107,12 +107,8 @@ class StagedVersion:
     full_fallbacks: int = 0
 
 
-@dataclass(frozen=True)
-class EngineSwapResult:
-    """Outcome of an update on the engines: the time they were paused, and those that rejected it (still paused)."""
-
-    paused_seconds: float
-    refused: Sequence[EngineClient] = ()
+Swapped = tuple[float, Sequence[EngineClient]]
+"""Outcome of an update on the engines: the seconds they were paused, and those that rejected it (still paused)."""
 
 
 class Delivery(Protocol):
@@ -168,13 +164,12 @@ class WeightPublisher(ABC):
         written = time.perf_counter() - started
         arrived, total, fallbacks = False, staged.bytes, staged.full_fallbacks
         try:
-            swapped = self._swap(self._clients, staged, version)
-            paused_seconds = swapped.paused_seconds
-            if swapped.refused:
+            paused_seconds, refused = self._swap(self._clients, staged, version)
+            if refused:
                 began = time.perf_counter()
-                total += self._send_whole(swapped.refused, version)
+                total += self._send_whole(refused, version)
                 paused_seconds += time.perf_counter() - began
-                fallbacks = len(swapped.refused)
+                fallbacks = len(refused)
             arrived = True
         finally:
             self._retire(staged, version, arrived=arrived)
@@ -242,10 +237,10 @@ class WeightPublisher(ABC):
         self._swap(refused, staged, version)
         return staged.bytes
 
-    def _swap(self, clients: Sequence[EngineClient], staged: StagedVersion, version: int) -> EngineSwapResult:
+    def _swap(self, clients: Sequence[EngineClient], staged: StagedVersion, version: int) -> Swapped:
         """Update the engines; those that cannot read this machine's files get copies of the staged files."""
 
-        async def swap() -> EngineSwapResult:
+        async def swap() -> Swapped:
             delivery, folder = self._settings.delivery, staged.folder
             if delivery is None or folder is None:
                 return await self._pause_and_load(clients, staged, version)
@@ -261,9 +256,7 @@ class WeightPublisher(ABC):
         whom = "" if clients is self._clients else f" of {' '.join(client.base_url for client in clients)}"
         return self._settings.run_async(named(swap(), f"weight update {version}{whom}"))
 
-    async def _pause_and_load(
-        self, clients: Sequence[EngineClient], staged: StagedVersion, version: int
-    ) -> EngineSwapResult:
+    async def _pause_and_load(self, clients: Sequence[EngineClient], staged: StagedVersion, version: int) -> Swapped:
         started = time.perf_counter()
         try:
             await call_all(clients, lambda client: client.pause(self._settings.pause_mode))
@@ -276,7 +269,7 @@ class WeightPublisher(ABC):
         paused_seconds = time.perf_counter() - started
         found = await call_all(updated, lambda client: client.get_weight_version())
         require_version(updated, version, found)
-        return EngineSwapResult(paused_seconds, refused)
+        return paused_seconds, refused
 
     async def _transfer(
         self, clients: Sequence[EngineClient], staged: StagedVersion, version: int
@@ -297,9 +290,9 @@ class WeightPublisher(ABC):
         await asyncio.gather(*(client.continue_(timeout_s=limit_s) for client in clients), return_exceptions=True)
 
 
-def tensor_bytes(tensor: JsonMapping) -> int:
-    """Return the size in bytes of a tensor that is described by `dtype` and `shape`."""
-    return prod(tensor["shape"]) * _ITEM_BYTES[tensor["dtype"]]
+def total_bytes(buckets: Buckets) -> int:
+    """Return the size of all tensors of the buckets."""
+    return sum(prod(tensor["shape"]) * _ITEM_BYTES[tensor["dtype"]] for bucket in buckets for tensor in bucket)
 
 
 def require_version(clients: Sequence[EngineClient], version: int, found: Sequence[str]) -> None:
