@@ -149,10 +149,6 @@ class StepPlan:
     ranks: list[list[MicroBatchIndices]]
 
     @property
-    def num_micro_batches(self) -> int:
-        return len(self.ranks[0])
-
-    @property
     def positions(self) -> list[int]:
         return [position for micro_batches in self.ranks for members in micro_batches for position in members]
 
