@@ -1,4 +1,4 @@
-"""The policy in training: its weights and optimizer, and the frozen models that it is compared with.
+"""The models in training: the policy, with the frozen models that it is compared with, and the critic of PPO.
 
 Invariant: `score` is called before the first update of a rollout, so its log-probs are those of the policy that the
 rollout's updates start from. They are computed only if needed: with one update per rollout the training forward itself
@@ -22,15 +22,17 @@ from torch import Tensor
 from slime.config import Config
 from slime.config.algorithm import needs_reference
 from slime.config.async_mode import max_versions_behind
+from slime.config.critic import critic_flags
 from slime.config.initial_weights import (
     InitialWeights,
     adapter_base_weights,
+    find_critic_weights,
     find_initial_weights,
     find_reference_weights,
 )
 from slime.config.lora import uses_lora
 from slime.train.backend import POLICY, Builder, LossOutcome, TrainBackend
-from slime.train.losses.objectives import CustomObjective, supervised_loss
+from slime.train.losses.objectives import CustomObjective, supervised_loss, value_loss
 from slime.train.losses.policy import (
     ABS_DIFF,
     ADVANTAGE_MAX,
@@ -259,3 +261,33 @@ class Actor(TrainedModel):
     def saved_sets(self) -> list[str]:
         """A reference that is updated is in the checkpoint."""
         return ["ref"] if self.config.ref_update_interval is not None else []
+
+
+class Critic(TrainedModel):
+    """The value model of PPO: predicts the return before each response token.
+
+    It has weights, an optimizer, a learning rate and checkpoints of its own, on the policy's devices.
+    """
+
+    named, whose, values, rate_flag = "critic-", "the critic, ", "values", "--critic-lr"
+
+    def __init__(self, config: Config, builder: Builder) -> None:
+        own, start = critic_flags(config), find_critic_weights(config)
+        builder.progress.begin("loading the critic")
+        weights = adapter_base_weights(own, start) if uses_lora(own) else start
+        super().__init__(own, builder.critic(own, weights), start)
+
+    def train(
+        self, rollout_id: int, data: RolloutData, steps: Sequence[Sequence[MicroBatch]], *, warnings: list[str]
+    ) -> list[dict[str, float]]:
+        """Run one update per step; return metrics under the critic's names."""
+
+        def objective(micro: MicroBatch, values: Tensor, _entropy: Tensor) -> LossOutcome:
+            return LossOutcome(*value_loss(micro, values, value_clip=self.config.value_clip))
+
+        found = []
+        for step_id, step in enumerate(steps):
+            self.state.step += 1
+            metrics = self.update(rollout_id, step_id, data, step, objective, warnings)
+            found.append({f"train/critic-{SKIPPED}": 1.0} if metrics is None else metrics)
+        return found

@@ -27,11 +27,10 @@ from slime.errors import UserError
 from slime.models.peft_adapter import write_adapter
 from slime.models.shape import count_parameters
 from slime.storage.json_types import JsonObject
-from slime.train.actor import Actor
+from slime.train.actor import Actor, Critic
 from slime.train.backend import Builder
 from slime.train.backends.attention import prepare_attention
 from slime.train.checkpoints.writer import BackgroundSave, begin, commit
-from slime.train.critic import Critic
 from slime.train.losses.advantages import set_advantages
 from slime.train.offload import TrainerOffload
 from slime.train.samples.batch import TrainBatch
