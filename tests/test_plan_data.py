@@ -12,8 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from slime.config import Config, resolve
-from slime.data.prompt_rows import read_first_rows
-from slime.data.readers import open_rows
+from slime.data.readers import open_rows, read_first_rows
 from slime.driver.plan.plan import make_plan
 from slime.errors import UserError
 from tests.test_plan import flags

@@ -7,25 +7,20 @@ The builder is a plain picklable value, so that worker processes build the same 
 A consumer that needs a text label gets the text of the file: numbers and booleans are written as in JSON, and a
 conversation counts as its assistant's message. Other objects and lists are rejected at their row where only text is
 usable, and passed on unchanged to user functions.
-
-`read_first_rows` reads a bounded part of a file of any size, in milliseconds, and returns the same rows and places as
-`open_rows`. Only a slice that counts from the end requires a pass over the whole file.
 """
 
 from __future__ import annotations
 
 import difflib
-import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import jinja2
 
 from slime.data.chat_template import ASSISTANT, Message, is_conversation, normalize_messages
-from slime.data.readers import Row, chosen_columns, lookup_key, open_rows, parse_line, split_slice
+from slime.data.readers import LocatedRow, Row, lookup_key
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.storage.json_types import JsonObject
@@ -117,17 +112,6 @@ USUAL_PROMPT_KEY = "input"
 _OUR_FUNCTIONS = "slime."
 PROMPT_KEYS = (USUAL_PROMPT_KEY, "prompt", "messages", "question", "problem")
 """Common names of the prompt column in published files."""
-
-MOST_ROWS = 100
-MOST_BYTES = 1_000_000
-
-
-@dataclass(frozen=True)
-class LocatedRow:
-    """A row and its place in the file."""
-
-    where: str
-    row: Row
 
 
 @dataclass(frozen=True)
@@ -324,76 +308,3 @@ def _parsed(value: object, key: str | None, where: str) -> object:
         return json.loads(value)
     except json.JSONDecodeError as error:
         raise UserError(f"{where}: {key!r} is text but not valid JSON ({error.msg})") from error
-
-
-def read_first_rows(path: str, *, columns: set[str], most_rows: int = MOST_ROWS) -> list[LocatedRow]:
-    """Read up to `most_rows` rows of a JSONL or Parquet file or slice `path@[a:b]`; a `UserError` if there are none."""
-    file, chosen = split_slice(path)
-    start, stop = chosen.start or 0, chosen.stop
-    if stop is not None and stop >= 0:
-        most_rows = min(most_rows, stop - start)
-    if start < 0 or (stop is not None and stop < 0) or most_rows <= 0:
-        return _indexed(path, columns, most_rows)
-    if Path(file).suffix == ".jsonl":
-        rows = list(itertools.islice(_lines(Path(file), start), most_rows))
-    elif Path(file).suffix == ".parquet":
-        rows = list(itertools.islice(_batches(Path(file), start, columns, most_rows), most_rows))
-    else:
-        return _indexed(path, columns, most_rows)
-    if not rows:
-        raise UserError(f"prompt data {path}: has no rows")
-    return rows
-
-
-def count_rows(path: str) -> int:
-    """Count the rows of a file or of a slice of it."""
-    return len(open_rows(path, columns=set()))
-
-
-def _lines(file: Path, start: int) -> Iterator[LocatedRow]:
-    read, skipped = 0, 0
-    try:
-        with file.open("rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if not line.strip():
-                    continue
-                if skipped < start:
-                    skipped += 1
-                    continue
-                where = f"{file}:{number}"
-                yield LocatedRow(where, parse_line(line, where))
-                read += len(line)
-                if read >= MOST_BYTES:
-                    return
-    except OSError as error:
-        raise UserError(f"prompt data {file}: cannot be read ({error.strerror})") from error
-
-
-def _batches(file: Path, start: int, columns: set[str], most_rows: int) -> Iterator[LocatedRow]:
-    """Yield rows of a Parquet file, starting at the row group of the first one; other columns are None."""
-    import pyarrow
-    import pyarrow.parquet
-
-    try:
-        source = pyarrow.parquet.ParquetFile(file)
-        names = source.schema_arrow.names
-        wanted = chosen_columns(names, columns) or names
-        first, group = 0, 0
-        while group < source.num_row_groups and first + source.metadata.row_group(group).num_rows <= start:
-            first += source.metadata.row_group(group).num_rows
-            group += 1
-        groups = list(range(group, source.num_row_groups))
-        absent = {name: None for name in names if name not in wanted}
-        for batch in source.iter_batches(batch_size=most_rows, row_groups=groups, columns=wanted) if groups else ():
-            for row in batch.to_pylist():
-                if first >= start:
-                    yield LocatedRow(f"{file}: row {first}", absent | row)
-                first += 1
-    except (OSError, pyarrow.ArrowException) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(f"prompt data {file}: cannot be read as Parquet ({reason})") from error
-
-
-def _indexed(path: str, columns: set[str], most_rows: int) -> list[LocatedRow]:
-    rows = open_rows(path, columns=columns)
-    return [LocatedRow(rows.where(index), rows[index]) for index in range(min(max(most_rows, 1), len(rows)))]

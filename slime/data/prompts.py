@@ -161,8 +161,8 @@ class PromptDataset:
         return kept
 
     def _build_all(self, num_workers: int) -> Iterator[BuiltPrototype]:
-        located = (LocatedRow(self._rows.where(index), row) for index, row in enumerate(self._rows))
-        chunks = iter(lambda: list(islice(located, _ROWS_PER_CHUNK)), [])
+        rows = self._rows.rows_from(0)
+        chunks = iter(lambda: list(islice(rows, _ROWS_PER_CHUNK)), [])
         if num_workers <= 0:
             for chunk in chunks:
                 yield from self._builder.build_all(chunk)

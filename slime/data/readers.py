@@ -2,6 +2,9 @@
 
 Invariant: row `i` is the same row in every reader, `where(i)` names its place in the file, and unreadable data raises a
 `UserError` instead of being skipped.
+
+`read_first_rows` reads a bounded part of a file of any size, in milliseconds, and returns the same rows and places as
+`open_rows`. Only a slice that counts from the end requires a pass over the whole file.
 """
 
 from __future__ import annotations
@@ -11,9 +14,12 @@ import os
 import re
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, BinaryIO, Protocol
 
 import numpy as np
 
@@ -28,6 +34,18 @@ Row = JsonObject
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$", re.DOTALL)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _CACHED_ROW_GROUPS = 4
+MOST_ROWS = 100
+MOST_BYTES = 1_000_000
+
+
+@dataclass(frozen=True)
+class LocatedRow:
+    """A row and its place in the file."""
+
+    where: str
+    row: Row
+    size: int = 0
+    """Bytes of its line; 0 in a Parquet file."""
 
 
 def lookup_key(row: Row, key: str) -> object:
@@ -43,11 +61,6 @@ def lookup_key(row: Row, key: str) -> object:
     return lookup_key(row[outer], inner)
 
 
-def chosen_columns(names: Sequence[str], keys: set[str]) -> list[str]:
-    """Return the columns of a file that contain these keys."""
-    return [name for name in names if name in keys or any(key.startswith(f"{name}.") for key in keys)]
-
-
 class RowReader(Protocol):
     """Random access to the rows of one file."""
 
@@ -55,9 +68,9 @@ class RowReader(Protocol):
 
     def __getitem__(self, index: int) -> Row: ...
 
-    def __iter__(self) -> Iterator[Row]: ...
-
     def where(self, index: int) -> str: ...
+
+    def rows_from(self, index: int) -> Iterator[LocatedRow]: ...
 
 
 def split_slice(path: str) -> tuple[str, slice]:
@@ -77,18 +90,7 @@ def open_rows(path: str, *, columns: set[str]) -> RowReader:
     `columns` are the keys that will be read: only these columns of a Parquet file are loaded.
     """
     file, chosen = split_slice(path)
-    source = Path(file)
-    if not source.exists():
-        raise UserError(f"prompt data {file}: no such file")
-    if source.is_dir():
-        raise UserError(f"prompt data {file}: is a folder; name a .jsonl or .parquet file in it")
-    rows: RowReader
-    if source.suffix == ".jsonl":
-        rows = JsonlRows(source)
-    elif source.suffix == ".parquet":
-        rows = ParquetRows(source, columns)
-    else:
-        raise UserError(f"prompt data {file}: unsupported extension {source.suffix!r}; use .jsonl or .parquet")
+    rows = _open_file(file, columns)
     if chosen != slice(None):
         rows = SlicedRows(rows, range(len(rows))[chosen])
     if len(rows) == 0:
@@ -96,40 +98,87 @@ def open_rows(path: str, *, columns: set[str]) -> RowReader:
     return rows
 
 
+def read_first_rows(path: str, *, columns: set[str], most_rows: int = MOST_ROWS) -> list[LocatedRow]:
+    """Read up to `most_rows` rows of a JSONL or Parquet file or slice `path@[a:b]`; a `UserError` if there are none."""
+    file, chosen = split_slice(path)
+    start, stop = chosen.start or 0, chosen.stop
+    if start < 0 or (stop is not None and stop < 0):
+        found = open_rows(path, columns=columns).rows_from(0)
+    else:
+        found = _open_file(file, columns).rows_from(start)
+        most_rows = most_rows if stop is None else max(0, min(most_rows, stop - start))
+    rows: list[LocatedRow] = []
+    size = 0
+    for located in islice(found, most_rows):
+        rows.append(located)
+        size += located.size
+        if size >= MOST_BYTES:
+            break
+    if not rows:
+        raise UserError(f"prompt data {path}: has no rows")
+    return rows
+
+
+def _open_file(file: str, columns: set[str]) -> RowReader:
+    source = Path(file)
+    if not source.exists():
+        raise UserError(f"prompt data {file}: no such file")
+    if source.is_dir():
+        raise UserError(f"prompt data {file}: is a folder; name a .jsonl or .parquet file in it")
+    if source.suffix == ".jsonl":
+        return JsonlRows(source)
+    if source.suffix == ".parquet":
+        return ParquetRows(source, columns)
+    raise UserError(f"prompt data {file}: unsupported extension {source.suffix!r}; use .jsonl or .parquet")
+
+
 class JsonlRows:
     """Rows of a file with one JSON object per line; blank lines count as lines but not as rows."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        offsets, lines = array("q"), array("q")
+
+    def _lines(self) -> Iterator[tuple[int, bytes]]:
+        """Iterate over all lines with their numbers."""
         try:
-            self._file = path.open("rb")
-            offset = 0
-            for number, line in enumerate(self._file, start=1):
-                if line.strip():
-                    offsets.append(offset)
-                    lines.append(number)
-                offset += len(line)
+            with self._path.open("rb") as file:
+                yield from enumerate(file, start=1)
         except OSError as error:
-            raise UserError(f"prompt data {path}: cannot be read ({error.strerror})") from error
-        self._offsets = np.frombuffer(offsets, dtype=np.int64) if offsets else np.empty(0, np.int64)
-        self._lines = np.frombuffer(lines, dtype=np.int64) if lines else np.empty(0, np.int64)
+            raise UserError(f"prompt data {self._path}: cannot be read ({error.strerror})") from error
+
+    @cached_property
+    def _index(self) -> tuple[np.ndarray, np.ndarray]:
+        """Offsets and line numbers of the rows."""
+        offsets, lines, offset = array("q"), array("q"), 0
+        for number, line in self._lines():
+            if line.strip():
+                offsets.append(offset)
+                lines.append(number)
+            offset += len(line)
+        return np.array(offsets, dtype=np.int64), np.array(lines, dtype=np.int64)
+
+    @cached_property
+    def _file(self) -> BinaryIO:
+        return self._path.open("rb")
 
     def __len__(self) -> int:
-        return len(self._offsets)
+        return len(self._index[0])
 
     def __getitem__(self, index: int) -> Row:
-        self._file.seek(int(self._offsets[index]))
-        return parse_line(self._file.readline(), self.where(index))
-
-    def __iter__(self) -> Iterator[Row]:
-        return (self[index] for index in range(len(self)))
+        self._file.seek(int(self._index[0][index]))
+        return _parse_line(self._file.readline(), self.where(index))
 
     def where(self, index: int) -> str:
-        return f"{self._path}:{self._lines[index]}"
+        return f"{self._path}:{self._index[1][index]}"
+
+    def rows_from(self, index: int) -> Iterator[LocatedRow]:
+        """Iterate over the rows from `index` on, without an index of the file."""
+        for number, line in islice(((number, line) for number, line in self._lines() if line.strip()), index, None):
+            where = f"{self._path}:{number}"
+            yield LocatedRow(where, _parse_line(line, where), len(line))
 
 
-def parse_line(line: bytes, where: str) -> Row:
+def _parse_line(line: bytes, where: str) -> Row:
     """Parse one line of a JSONL file."""
     try:
         row = json.loads(line.removeprefix(_BYTE_ORDER_MARK))
@@ -155,8 +204,9 @@ class ParquetRows:
         except (OSError, pyarrow.ArrowException) as error:
             raise UserError(f"prompt data {path}: cannot be read as Parquet ({_first_line(error)})") from error
         names = self._file.schema_arrow.names
+        wanted = [name for name in names if name in columns or any(key.startswith(f"{name}.") for key in columns)]
         # Without any of the wanted columns all columns are read, so that the error can list the keys of the row.
-        self._columns = chosen_columns(names, columns) or names
+        self._columns = wanted or names
         self._absent = {name: None for name in names if name not in self._columns}
         counts = [self._file.metadata.row_group(group).num_rows for group in range(self._file.num_row_groups)]
         self._starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64)
@@ -169,13 +219,24 @@ class ParquetRows:
         group = int(np.searchsorted(self._starts, index, side="right")) - 1
         return self._absent | self._table(group).slice(index - int(self._starts[group]), 1).to_pylist()[0]
 
-    def __iter__(self) -> Iterator[Row]:
-        for group in range(len(self._starts) - 1):
-            for row in self._table(group).to_pylist():
-                yield self._absent | row
-
     def where(self, index: int) -> str:
         return f"{self._path}: row {index}"
+
+    def rows_from(self, index: int) -> Iterator[LocatedRow]:
+        """Iterate over the rows from `index` on, beginning with the row group of the first one."""
+        import pyarrow
+
+        group = int(np.searchsorted(self._starts, index, side="right")) - 1
+        place, groups = int(self._starts[group]), list(range(group, len(self._starts) - 1))
+        try:
+            batches = self._file.iter_batches(MOST_ROWS, row_groups=groups, columns=self._columns) if groups else ()
+            for batch in batches:
+                for row in batch.to_pylist():
+                    if place >= index:
+                        yield LocatedRow(self.where(place), self._absent | row)
+                    place += 1
+        except (OSError, pyarrow.ArrowException) as error:
+            raise UserError(f"prompt data {self._path}: cannot be read as Parquet ({_first_line(error)})") from error
 
     def _table(self, group: int) -> Table:
         import pyarrow
@@ -206,11 +267,16 @@ class SlicedRows:
     def __getitem__(self, index: int) -> Row:
         return self._rows[self._indices[index]]
 
-    def __iter__(self) -> Iterator[Row]:
-        return (self._rows[index] for index in self._indices)
-
     def where(self, index: int) -> str:
         return self._rows.where(self._indices[index])
+
+    def rows_from(self, index: int) -> Iterator[LocatedRow]:
+        return islice(self._rows.rows_from(self._indices.start + index), max(0, len(self) - index))
+
+
+def count_rows(path: str) -> int:
+    """Count the rows of a file or of a slice of it."""
+    return len(open_rows(path, columns=set()))
 
 
 def file_bytes(path: str) -> int:

@@ -12,8 +12,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from slime.data.prompt_rows import read_first_rows
 from slime.data.prompts import PromptDataset
+from slime.data.readers import read_first_rows
 from slime.errors import UserError
 from slime.rollout.rewards.math import MathVerifier, dapo_reward
 

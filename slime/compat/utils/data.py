@@ -49,7 +49,8 @@ class Dataset(PromptDataset):
 
 def read_file(path: str) -> Iterator[Row]:
     """Yield the rows of a .jsonl or .parquet file; `path@[a:b]` selects a slice."""
-    yield from open_rows(path, columns=set())
+    for located in open_rows(path, columns=set()).rows_from(0):
+        yield located.row
 
 
 def filter_long_prompt(

@@ -30,14 +30,8 @@ from slime.config.flags.rollout import (
     known_rm_type,
 )
 from slime.data.chat_template import is_conversation, preview_template
-from slime.data.prompt_rows import (
-    USUAL_PROMPT_KEY,
-    LocatedRow,
-    PrototypeBuilder,
-    count_rows,
-    read_first_rows,
-    takes_any_prompt,
-)
+from slime.data.prompt_rows import USUAL_PROMPT_KEY, PrototypeBuilder, takes_any_prompt
+from slime.data.readers import LocatedRow, count_rows, read_first_rows
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.storage.json_types import JsonObject
