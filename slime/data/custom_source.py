@@ -59,7 +59,7 @@ class UserSource:
     """
 
     def __init__(self, source: Any, args: Config | Namespace, plugin_args: Namespace | None = None) -> None:
-        if not _has(source, "get_samples"):
+        if not hasattr(source, "get_samples"):
             raise UserError(f"{FLAG} {args.data_source_path} made a {type(source).__name__} without get_samples")
         self.source = source
         self.args = args
@@ -78,14 +78,14 @@ class UserSource:
 
     def __len__(self) -> int:
         """Return the number of prompts per epoch; 0 if the source has no length."""
-        return len(self.source) if _has(self.source, "__len__") else 0
+        return len(self.source) if hasattr(self.source, "__len__") else 0
 
     @property
     def num_rollout_per_epoch(self) -> int:
         """The number of rollouts in one pass over the prompts, from the source or from its length."""
-        if _has(self.source, "num_rollout_per_epoch"):
+        if hasattr(self.source, "num_rollout_per_epoch"):
             return int(self.source.num_rollout_per_epoch)
-        if not _has(self.source, "__len__"):
+        if not hasattr(self.source, "__len__"):
             raise UserError(f"{FLAG} {self.args.data_source_path} has no length for --num-epoch: give --num-rollout")
         return max(1, len(self.source) // self.args.rollout_batch_size)
 
@@ -93,7 +93,7 @@ class UserSource:
         """Return the next groups: returned ones first, then new ones."""
         groups, self._returned = self._returned[:num_samples], self._returned[num_samples:]
         wanted = num_samples - len(groups)
-        if wanted and _has(self.source, "buffer_filter") and _has(self.source, "buffer") and self.source.buffer:
+        if wanted and hasattr(self.source, "buffer_filter") and hasattr(self.source, "buffer") and self.source.buffer:
             chosen = list(self.source.buffer_filter(self._plugin_args, self.source.buffer, wanted))
             if len(chosen) > wanted:
                 raise UserError(
@@ -108,7 +108,7 @@ class UserSource:
 
     def add_samples(self, samples: list[Group]) -> None:
         """Take groups back, in the source if it supports that, else in a buffer here."""
-        if _has(self.source, "add_samples"):
+        if hasattr(self.source, "add_samples"):
             self.source.add_samples(samples)
         else:
             self._returned.extend(samples)
@@ -123,14 +123,14 @@ class UserSource:
 
     def save(self, rollout_id: int) -> None:
         """Save the source's position with its own `save`, or else its `state_dict`."""
-        if _has(self.source, "save"):
+        if hasattr(self.source, "save"):
             self.source.save(rollout_id)
         elif self._has_state() and self.args.save is not None:
             write_state(state_path(self.args.save, rollout_id), self.position())
 
     def load(self, rollout_id: int | None = None) -> None:
         """Resume from a saved position, if the source supports it."""
-        if _has(self.source, "load"):
+        if hasattr(self.source, "load"):
             self.source.load(rollout_id)
             return
         path = None
@@ -151,7 +151,7 @@ class UserSource:
         if observes(self.source):
             position["observed"] = self._observed
         if self._has_state():
-            name = "position" if _has(self.source, "position") else "state_dict"
+            name = "position" if hasattr(self.source, "position") else "state_dict"
             state = self.source.position() if name == "position" else self.source.state_dict()
             position["source"] = to_json(state, f"{FLAG} {self.args.data_source_path}: {name}()")
         return position
@@ -166,7 +166,7 @@ class UserSource:
             self._take(position, "the journal")
         else:
             known = 0
-            if _has(self.source, "load"):
+            if hasattr(self.source, "load"):
                 self.source.load(rollout_id)
                 if rollout_id >= 0 and saved is None:
                     logger.warning(
@@ -178,7 +178,7 @@ class UserSource:
                     known = int(position["handed_out"])
                 elif rollout_id >= 0 and saved is not None:
                     known = int(saved["handed_out"])
-            if _has(self.source, "buffer") and isinstance(self.source.buffer, list):
+            if hasattr(self.source, "buffer") and isinstance(self.source.buffer, list):
                 self.source.buffer.clear()
             self._handed_out = known
             handed_out = int(position["handed_out"])
@@ -205,16 +205,16 @@ class UserSource:
 
     def buffered(self) -> list[Group]:
         """Return the groups that were put back, here or into a visible buffer of the source."""
-        inner = self.source.buffer if _has(self.source, "buffer") else []
+        inner = self.source.buffer if hasattr(self.source, "buffer") else []
         groups = [item for item in inner if isinstance(item, list)] if isinstance(inner, list) else []
         return [*self._returned, *groups]
 
     def _has_state(self) -> bool:
         """True if the source's own state is complete; `state_dict` of a source with a buffer may include groups."""
-        if not _has(self.source, "load_state_dict"):
+        if not hasattr(self.source, "load_state_dict"):
             return False
-        return _has(self.source, "position") or (
-            _has(self.source, "state_dict") and not _has(self.source, "add_samples")
+        return hasattr(self.source, "position") or (
+            hasattr(self.source, "state_dict") and not hasattr(self.source, "add_samples")
         )
 
     def _new(self, num_samples: int) -> list[Group]:
@@ -233,7 +233,3 @@ class UserSource:
             groups.append(group)
         self._handed_out += sum(all(sample.journal_id is None for sample in samples_of(group)) for group in groups)
         return groups
-
-
-def _has(source: object, name: str) -> bool:
-    return hasattr(source, name)

@@ -23,42 +23,9 @@ from slime.storage.json_types import JsonObject
 if TYPE_CHECKING:
     from argparse import Namespace
 
+    from slime.config.datasets import TrainDataset
+
 logger = logging.getLogger(__name__)
-
-
-class DatasetRecipe(Protocol):
-    """The settings of one training dataset (`slime.config.datasets`)."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def path(self) -> str: ...
-    @property
-    def weight(self) -> float: ...
-    @property
-    def input_key(self) -> str | None: ...
-    @property
-    def label_key(self) -> str | None: ...
-    @property
-    def metadata_key(self) -> str: ...
-    @property
-    def tool_key(self) -> str: ...
-    @property
-    def prompt_suffix(self) -> str | None: ...
-    @property
-    def apply_chat_template(self) -> bool: ...
-    @property
-    def apply_chat_template_kwargs(self) -> JsonObject: ...
-    @property
-    def max_prompt_len(self) -> int | None: ...
-    @property
-    def rm_type(self) -> str | None: ...
-    @property
-    def custom_rm_path(self) -> str | None: ...
-    @property
-    def custom_generate_function_path(self) -> str | None: ...
-    @property
-    def metadata_overrides(self) -> JsonObject: ...
 
 
 class PromptCursor(Protocol):
@@ -74,7 +41,7 @@ class PromptCursor(Protocol):
 class MixtureMember:
     """One dataset of a mixture, and the number of prompts it has supplied under the current weights."""
 
-    recipe: DatasetRecipe
+    recipe: TrainDataset
     walk: PromptCursor
     given: int = 0
 
@@ -90,14 +57,16 @@ class Mixture:
         """The number of prompts of all datasets together."""
         return sum(len(part.walk) for part in self.parts)
 
-    @property
-    def names(self) -> list[str]:
-        return [part.recipe.name for part in self.parts]
-
     def next_prompt(self) -> Sample:
-        """Return a prompt of the next dataset."""
+        """Return a prompt of the next dataset, tagged with its name and its reward and generate functions."""
         part = self.parts[next_dataset_index(self._weights, [part.given for part in self.parts])]
-        prompt = marked(part.walk.next_prompt(), part.recipe)
+        recipe, prototype = part.recipe, part.walk.next_prompt()
+        prompt = copy.copy(prototype)
+        prompt.task = recipe.name
+        prompt.generate_function_path = recipe.custom_generate_function_path
+        prompt.custom_rm_path = recipe.custom_rm_path or (None if recipe.rm_type is None else BY_RM_TYPE)
+        typed = {} if recipe.rm_type is None else {"rm_type": recipe.rm_type}
+        prompt.metadata = {**prototype.metadata, **typed, **recipe.metadata_overrides}
         part.given += 1
         return prompt
 
@@ -110,15 +79,16 @@ class Mixture:
 
     def load_state_dict(self, state: JsonObject, *, origin: str) -> None:
         """Resume at a saved position in the same datasets; changed weights apply from this position on."""
-        if sorted(state) != sorted(self.names):
+        names = [part.recipe.name for part in self.parts]
+        if sorted(state) != sorted(names):
             raise UserError(
                 f"{origin}: is a position in the datasets {', '.join(state)}, but --prompt-config has "
-                f"{', '.join(self.names)}; resume with the same data or start without --load"
+                f"{', '.join(names)}; resume with the same data or start without --load"
             )
-        saved = [Fraction(str(state[name]["weight"])) for name in self.names]
+        saved = [Fraction(str(state[name]["weight"])) for name in names]
         same = [share * sum(saved) for share in self._weights] == [share * sum(self._weights) for share in saved]
         if not same:
-            shown = ", ".join(f"{name} {state[name]['weight']:g}" for name in self.names)
+            shown = ", ".join(f"{name} {state[name]['weight']:g}" for name in names)
             logger.warning("%s was saved with the weights %s: the proportions of prompts have changed", origin, shown)
         for part in self.parts:
             own = state[part.recipe.name]
@@ -138,18 +108,7 @@ def next_dataset_index(weights: Sequence[Fraction], given: Sequence[int]) -> int
     return min(behind, key=lambda part: (given[part] + 1) / weights[part])
 
 
-def marked(prototype: Sample, recipe: DatasetRecipe) -> Sample:
-    """Return a copy of a prompt tagged with its dataset and that dataset's reward and generate functions."""
-    prompt = copy.copy(prototype)
-    prompt.task = recipe.name
-    prompt.generate_function_path = recipe.custom_generate_function_path
-    prompt.custom_rm_path = recipe.custom_rm_path or (None if recipe.rm_type is None else BY_RM_TYPE)
-    typed = {} if recipe.rm_type is None else {"rm_type": recipe.rm_type}
-    prompt.metadata = {**prototype.metadata, **typed, **recipe.metadata_overrides}
-    return prompt
-
-
-def reading(recipe: DatasetRecipe, args: Namespace) -> JsonObject:
+def reading(recipe: TrainDataset, args: Namespace) -> JsonObject:
     """Return the flags for reading one dataset that differ from those of the run.
 
     Each dataset has its own seed, so that datasets of the same length are shuffled differently.

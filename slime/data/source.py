@@ -12,17 +12,17 @@ from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
+from slime.config.config import FLAG_SPECS
 from slime.config.plugins import load_function
 from slime.data.chat_template import load_tokenizer, model_context_length
 from slime.data.json_samples import from_json, to_json
 from slime.data.mixture import Mixture, MixtureMember, reading
-from slime.data.prompt_rows import label_use_of_run, takes_any_prompt
+from slime.data.prompt_rows import USUAL_PROMPT_KEY, label_use_of_run, takes_any_prompt
 from slime.data.prompts import PromptDataset, StreamedPromptTooLong, log_dropped
 from slime.data.readers import split_slice
 from slime.data.sample import Sample
-from slime.data.source_args import changed, completed, given_input_key
 from slime.data.source_state import (
     SampleRecords,
     buffer_from_state,
@@ -77,7 +77,8 @@ class RolloutDataSource(DataSource):
     _dropped_in_epoch = 0
 
     def __init__(self, args: Namespace) -> None:
-        self.args = args = completed(args)
+        is_whole = all(hasattr(args, name) for name in FLAG_SPECS)
+        self.args = args = args if is_whole else cast(Namespace, ArgsWithDefaults(args))
         self.epoch_id = 0
         self.sample_offset = 0
         self.sample_group_index = 0
@@ -375,15 +376,9 @@ def observes(source: object) -> bool:
 
 
 def is_group(group: object) -> TypeGuard[Group]:
-    """True for a non-empty list of samples and fan-outs."""
-    return isinstance(group, list) and bool(group) and all(map(is_member, group))
-
-
-def is_member(member: object) -> bool:
-    """True for a sample, or for a fan-out: a non-empty list of samples."""
-    if isinstance(member, list):
-        return bool(member) and all(isinstance(sample, Sample) for sample in member)
-    return isinstance(member, Sample)
+    """True for a non-empty list of samples and fan-outs; a fan-out is a non-empty list of samples."""
+    fan_outs = [member if isinstance(member, list) else [member] for member in group] if isinstance(group, list) else []
+    return bool(fan_outs) and all(fan_out and all(isinstance(one, Sample) for one in fan_out) for fan_out in fan_outs)
 
 
 def remove_by_identity(buffer: list[Group], chosen: list[Group]) -> None:
@@ -392,21 +387,49 @@ def remove_by_identity(buffer: list[Group], chosen: list[Group]) -> None:
     buffer[:] = [item for item in buffer if id(item) not in chosen_ids]
 
 
+class ArgsWithDefaults:
+    """View of `args` from a user's own driver, a notebook or a test: adds `changes` and the defaults of the flags.
+
+    Invariant: `args` that have all flags (a config, the plugin namespace of a run) are used without it. Writes go to
+    `args`.
+    """
+
+    def __init__(self, args: object, changes: JsonObject | None = None) -> None:
+        self.__dict__.update(_args=args, _changes=changes or {})
+
+    def __getattr__(self, name: str) -> object:
+        args, changes = self.__dict__["_args"], self.__dict__["_changes"]
+        if name in changes:
+            return changes[name]
+        if hasattr(args, name):
+            return getattr(args, name)
+        if name == "disable_rollout_global_dataset":  # a parser's namespace may have the inverse flag
+            names_none = getattr(args, "prompt_data", None) is None and getattr(args, "prompt_config", None) is None
+            return not getattr(args, "rollout_global_dataset", not names_none)
+        if name in FLAG_SPECS:
+            return FLAG_SPECS[name].default
+        raise AttributeError(f"the namespace has no {name}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self.__dict__["_args"], name, value)
+
+
 def _open_dataset(args: Namespace) -> PromptDataset | Mixture:
     if args.prompt_config is not None:
-        members = ((recipe, changed(args, reading(recipe, args))) for recipe in args.train_datasets)
-        return Mixture([MixtureMember(recipe, RolloutDataSource(own)) for recipe, own in members])
+        members = ((recipe, ArgsWithDefaults(args, reading(recipe, args))) for recipe in args.train_datasets)
+        return Mixture([MixtureMember(recipe, RolloutDataSource(cast(Namespace, own))) for recipe, own in members])
     if args.prompt_data is None:
         raise UserError("no prompts to roll out; name a .jsonl or .parquet file with --prompt-data")
     if args.hf_checkpoint is None:
         raise UserError("prompts are read with a model's tokenizer; name its folder with --hf-checkpoint")
+    is_usual_key = not getattr(args, "is_input_key_given", True) and args.input_key == USUAL_PROMPT_KEY
     max_prompt_len = args.rollout_max_prompt_len
     if max_prompt_len is None and args.rollout_max_context_len is not None:
         max_prompt_len = args.rollout_max_context_len - 1
     return PromptDataset(
         args.prompt_data,
         tokenizer=load_tokenizer(args.hf_checkpoint, trust_remote_code=args.trust_remote_code),
-        input_key=given_input_key(args),
+        input_key=None if is_usual_key else args.input_key,  # plugin `args` have upstream's default, not None
         label_key=args.label_key,
         label_use=label_use_of_run(args),
         metadata_key=args.metadata_key,

@@ -13,7 +13,6 @@ import pytest
 from slime.config.config import FLAG_SPECS
 from slime.data.buffer import Journal, JournaledSource
 from slime.data.sample import Sample
-from slime.data.source_args import DEFAULTS
 from slime.errors import UserError
 from slime.rollout.data_source import DataSource, RolloutDataSource, RolloutDataSourceWithBuffer
 from slime.utils.data import Dataset, filter_long_prompt, read_file
@@ -56,8 +55,12 @@ def test_plain_namespace_works_as_args(args: Namespace) -> None:
     assert [sample.prompt for sample in empty.get_samples(1)[0]] == ["", ""]
 
 
-def test_source_arg_defaults_match_the_flags() -> None:
-    assert {name: FLAG_SPECS[name].default for name in DEFAULTS} == DEFAULTS
+def test_missing_args_have_the_defaults_of_the_flags(args: Namespace) -> None:
+    given = {*vars(args), "disable_rollout_global_dataset"}
+    source = RolloutDataSource(args)
+    for name in FLAG_SPECS.keys() - given:
+        assert getattr(source.args, name) == FLAG_SPECS[name].default
+    assert not source.args.disable_rollout_global_dataset
 
 
 def test_data_source_is_abstract() -> None:
