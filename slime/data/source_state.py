@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -62,6 +62,7 @@ def read_state(path: Path) -> JsonObject:
 _Group = list[Sample] | list[Sample | list[Sample]]  # as in `slime.data.source`
 
 _RECORDED, _PROMPT = "recorded", "prompt"
+_REFERENCE = {_RECORDED, _PROMPT}
 _OF_THE_RESPONSE = frozenset(
     {
         *COLUMNS,
@@ -117,31 +118,24 @@ def buffer_from_state(state: JsonObject, records: SampleRecords | None, origin: 
     try:
         found: dict[int, Sample] = {}
         if "buffer_journal" in state and records is not None:
-            row_ids = [int(entry[_RECORDED]["id"]) for entry in _entries(groups) if _is_reference(entry)]
+            entries = (entry for group in groups for member in group for entry in _entries(member))
+            row_ids = [int(entry[_RECORDED]["id"]) for entry in entries if entry.keys() == _REFERENCE]
             found = records.find(str(state["buffer_journal"]), row_ids)
-        buffer: list[_Group] = [[_member(member, found) for member in group] for group in groups]
-        lost = sum(
-            any(
-                _is_reference(entry) and bool(entry[_RECORDED]["response_length"]) and _same(entry, found) is None
-                for entry in _entries([group])
-            )
-            for group in groups
-        )
+        restored = [[_member(member, found) for member in group] for group in groups]
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"{origin}: its buffered groups are unreadable ({error!r}); resume from another one") from error
+    lost = sum(any(is_lost for _, is_lost in group) for group in restored)
     if lost:
         logger.warning(
             "%s: %d buffered prompts start over, because the journal with their responses is missing or has changed",
             origin,
             lost,
         )
-    return buffer
+    return [[member for member, _ in group] for group in restored]
 
 
-def _entries(groups: Iterable[Iterable[JsonObject | list[JsonObject]]]) -> Iterator[JsonObject]:
-    for group in groups:
-        for member in group:
-            yield from member if isinstance(member, list) else [member]
+def _entries(member: JsonObject | list[JsonObject]) -> list[JsonObject]:
+    return member if isinstance(member, list) else [member]
 
 
 def _whole(member: Sample | list[Sample]) -> JsonObject | list[JsonObject]:
@@ -176,24 +170,22 @@ def _referred(member: Sample | list[Sample]) -> JsonObject | list[JsonObject]:
     return entries[0] if isinstance(member, Sample) else entries
 
 
-def _is_reference(entry: JsonObject) -> bool:
-    return entry.keys() == {_RECORDED, _PROMPT}
-
-
-def _same(entry: JsonObject, found: dict[int, Sample]) -> Sample | None:
-    """Return the sample of the row that an entry refers to, unless its response has changed since."""
-    recorded = entry[_RECORDED]
-    sample = found.get(int(recorded["id"]))
-    then = (recorded["response_length"], from_json(recorded["weights"]))
-    return sample if sample is not None and (sample.response_length, sample.weight_versions) == then else None
-
-
-def _member(data: JsonObject | list[JsonObject], found: dict[int, Sample]) -> Sample | list[Sample]:
-    entries = data if isinstance(data, list) else [data]
-    if not all(map(_is_reference, entries)):
-        samples = [sample_from_json(entry) for entry in entries]
-        return samples if isinstance(data, list) else samples[0]
-    kept = [sample for entry in entries if (sample := _same(entry, found)) is not None]
+def _member(data: JsonObject | list[JsonObject], found: dict[int, Sample]) -> tuple[Sample | list[Sample], bool]:
+    """Restore a member; the flag tells that its prompt starts over because a response of it is lost."""
+    entries = _entries(data)
+    kept: list[Sample] = []
+    is_lost = False
+    for entry in entries:
+        if entry.keys() != _REFERENCE:
+            kept.append(sample_from_json(entry))
+            continue
+        recorded = entry[_RECORDED]
+        sample = found.get(int(recorded["id"]))
+        then = (recorded["response_length"], from_json(recorded["weights"]))
+        if sample is not None and (sample.response_length, sample.weight_versions) == then:
+            kept.append(sample)
+        else:
+            is_lost |= bool(recorded["response_length"])
     if len(kept) < len(entries):  # the one sample that was fanned out starts over
-        return sample_from_json(entries[0][_PROMPT])
-    return kept if isinstance(data, list) else kept[0]
+        return sample_from_json(entries[0][_PROMPT]), is_lost
+    return (kept if isinstance(data, list) else kept[0]), is_lost
