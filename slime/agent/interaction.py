@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import math
 import sqlite3
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slime.agent.messages import Message
@@ -94,18 +94,8 @@ def exchange_of(session: Session, turn: Turn, followed_by: tuple[Message, ...]) 
     messages = session.messages(turn)
     tools = (history[0] if history else turn).context.tools
     context = Context(number=1, parent=None, messages=(), ids=concatenate_ids(history, turn.context), tools=tools)
-    alone = Turn(
-        id=turn.id,
-        number=0,
-        context=context,
-        held=turn.held,
-        ids=turn.ids,
-        log_probs=turn.log_probs,
-        delivered=turn.delivered,
-        finish_reason=turn.finish_reason,
-        meta_info=dict(turn.meta_info),
-        text=turn.text,
-        ill_formed=turn.ill_formed,
+    alone = replace(
+        turn, number=0, context=context, meta_info=dict(turn.meta_info), reward=None, limited=None, contexts=[]
     )
     context.turns.append(alone)
     counters = SessionCounters(turns=1, extended=1, sampled_tokens=len(turn.ids), prompt_tokens=len(context.ids))
@@ -212,15 +202,15 @@ class ExchangeStore(SqliteStore):
 
     async def forget(self, name: str) -> None:
         """Delete an exchange that is in the journal or will not be trained on."""
-        await self._delete("id = ?", (name,))
+        await self.execute("DELETE FROM exchanges WHERE id = ?", (name,))
 
     async def forget_slot(self, slot: int) -> None:
         """Delete the exchange of a slot, because its sample is in the journal."""
-        await self._delete("slot = ?", (slot,))
+        await self.execute("DELETE FROM exchanges WHERE slot = ?", (slot,))
 
     async def withdraw(self, conversation: str) -> None:
         """Delete the unassigned exchanges of a conversation, whose client withdrew consent."""
-        await self._delete("conversation = ? AND slot IS NULL", (conversation,))
+        await self.execute("DELETE FROM exchanges WHERE conversation = ? AND slot IS NULL", (conversation,))
 
     def waiting(self) -> int:
         """The number of unassigned exchanges."""
@@ -228,9 +218,3 @@ class ExchangeStore(SqliteStore):
         with self.reading() as connection:
             row = connection.execute("SELECT COUNT(*) FROM exchanges WHERE slot IS NULL").fetchone()
         return int(row[0])
-
-    async def _delete(self, where: str, values: tuple[str | int, ...]) -> None:
-        def change(connection: sqlite3.Connection) -> None:
-            connection.execute(f"DELETE FROM exchanges WHERE {where}", values)
-
-        await self.write(lambda: change)

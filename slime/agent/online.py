@@ -18,9 +18,11 @@ import argparse
 import asyncio
 import copy
 import heapq
+import itertools
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -191,45 +193,34 @@ class _SlotLock:
     def __init__(self) -> None:
         self._is_taken = False
         self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
-        self._count = 0
+        self._count = itertools.count()
 
-    def of(self, number: int) -> _SlotLockGuard:
-        return _SlotLockGuard(self, number)
-
-    async def enter(self, number: int) -> None:
-        if not self._is_taken:
-            self._is_taken = True
-            return
-        self._count += 1
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        heapq.heappush(self._waiting, (number, self._count, granted))
+    @asynccontextmanager
+    async def of(self, number: int) -> AsyncIterator[None]:
+        """Hold the lock during a `with` block."""
+        if self._is_taken:
+            granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            heapq.heappush(self._waiting, (number, next(self._count), granted))
+            try:
+                await granted
+            except asyncio.CancelledError:
+                if granted.done() and not granted.cancelled():
+                    self._release()
+                raise
+        self._is_taken = True
         try:
-            await granted
-        except asyncio.CancelledError:
-            if granted.done() and not granted.cancelled():
-                self.leave()
-            raise
+            yield
+        finally:
+            self._release()
 
-    def leave(self) -> None:
+    def _release(self) -> None:
+        """Grant the lock to the next waiter that was not cancelled."""
         while self._waiting:
             _, _, granted = heapq.heappop(self._waiting)
             if not granted.done():
                 granted.set_result(None)
                 return
         self._is_taken = False
-
-
-class _SlotLockGuard:
-    """Holds an `_SlotLock` for the duration of a `with` block."""
-
-    def __init__(self, order: _SlotLock, number: int) -> None:
-        self._order, self._number = order, number
-
-    async def __aenter__(self) -> None:
-        await self._order.enter(self._number)
-
-    async def __aexit__(self, *problem: object) -> None:
-        self._order.leave()
 
 
 def traffic_baseline(args: argparse.Namespace, samples: Sequence[Sample]) -> tuple[list[float], list[float]]:

@@ -196,6 +196,14 @@ class SqliteStore:
             self._work.notify()
         await one.written
 
+    async def execute(self, statement: str, values: tuple[str | int, ...]) -> None:
+        """Queue one statement and wait until it is in the file."""
+
+        def change(connection: sqlite3.Connection) -> None:
+            connection.execute(statement, values)
+
+        await self.write(lambda: change)
+
     def drain(self) -> None:
         """Write everything that is queued."""
         with self._writing:

@@ -40,7 +40,7 @@ def talk_of(*answers: str, journal: TurnJournal, attempt: Attempt = OURS, key: s
     talk = Talk()
     for answer in answers:
         turn = talk.turn(assistant(answer), user(f"say {answer}"))
-        journal.append_now(key, attempt, talk.session.turn_record(turn))
+        asyncio.run(journal.append(key, attempt, talk.session.turn_record(turn)))
     return talk
 
 

@@ -31,6 +31,12 @@ from slime.storage.json_types import JsonMapping, JsonObject
 _ROLES, _KINDS = get_args(Role), get_args(LimitKind)
 
 
+_TURN_FIELDS = (
+    *("id", "number", "ids", "log_probs", "delivered", "finish_reason", "meta_info", "text"),
+    *("ill_formed", "reward", "limited"),
+)
+
+
 class BadRecord(Exception):
     """Records that no session wrote."""
 
@@ -46,21 +52,8 @@ def turn_record(turn: Turn) -> JsonObject:
             "ids": turn.context.ids,
             "tools": [dict(tool) for tool in turn.context.tools],
         }
-    return {
-        "id": turn.id,
-        "number": turn.number,
-        "context": context,
-        "message": message_record(turn.message),
-        "ids": turn.ids,
-        "log_probs": turn.log_probs,
-        "delivered": turn.delivered,
-        "finish_reason": turn.finish_reason,
-        "meta_info": turn.meta_info,
-        "text": turn.text,
-        "ill_formed": turn.ill_formed,
-        "reward": turn.reward,
-        "limited": turn.limited,
-    }
+    plain = {name: getattr(turn, name) for name in _TURN_FIELDS}
+    return {**plain, "context": context, "message": message_record(turn.message)}
 
 
 def tree_of(records: Iterable[JsonMapping]) -> Tree:
@@ -162,6 +155,11 @@ def _text_or_none(value: object) -> str | None:
     return None if value is None else _text(value)
 
 
+_BASE_FIELDS = (
+    *("group_index", "index", "rollout_id", "prompt", "apply_chat_template_kwargs", "label", "reward", "metadata"),
+    *("generate_function_path", "custom_rm_path", "task", "train_metadata", "session_id", "journal_id"),
+)
+"""The fields that the samples of a session take from the dispatched sample."""
 _ROUTED = ("routed_experts", "routed_experts_start_len")
 """Metadata that later turns of a branch continue from, even if this turn is trained on in another sample."""
 
@@ -210,7 +208,11 @@ def session_samples(
 def _sample_of(base: Sample, turns: list[Turn], seen: set[str], args: argparse.Namespace | None) -> Sample:
     """Make the sample of one branch; the turns in `seen` are trained on in another sample."""
     leaf = turns[-1]
-    sample = _empty_sample(base, turns[0].context)
+    sample = Sample(**{name: copy.deepcopy(getattr(base, name)) for name in _BASE_FIELDS})
+    if sample.rollout_id is None:
+        sample.rollout_id = sample.index
+    sample.tokens = turns[0].context.ids.tolist()
+    sample.compact()
     for turn in turns:
         if turn is not turns[0]:
             said = "\n".join(held.message.content for held in turn.context.messages)
@@ -243,36 +245,6 @@ def _sample_of(base: Sample, turns: list[Turn], seen: set[str], args: argparse.N
     ]
     if rewards:
         sample.metadata["turn_rewards"] = rewards
-    return sample
-
-
-def _empty_sample(base: Sample, root: Context) -> Sample:
-    """Make a sample with `base`'s identity, the first prompt of a branch and no response."""
-    sample = Sample(
-        **{
-            name: copy.deepcopy(getattr(base, name))
-            for name in (
-                "group_index",
-                "index",
-                "rollout_id",
-                "prompt",
-                "apply_chat_template_kwargs",
-                "label",
-                "reward",
-                "metadata",
-                "generate_function_path",
-                "custom_rm_path",
-                "task",
-                "train_metadata",
-                "session_id",
-                "journal_id",
-            )
-        }
-    )
-    if sample.rollout_id is None:
-        sample.rollout_id = sample.index
-    sample.tokens = root.ids.tolist()
-    sample.compact()
     return sample
 
 

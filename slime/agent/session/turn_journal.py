@@ -78,22 +78,31 @@ class TurnJournal(SqliteStore):
 
         An attempt has one session: the first turn of a new session deletes the turns of the earlier one.
         """
-        await self.write(lambda: self._appending(key, attempt, record))
+        number = int(record["turn"]["number"])
 
-    def append_now(self, key: str, attempt: Attempt, record: JsonMapping) -> None:
-        """Do the same as `append`, for callers without an event loop."""
-        self.drain()
-        with self.transaction() as connection:
-            self._appending(key, attempt, record)(connection)
+        def prepare() -> Change:
+            content = self._codec.pack(dict(record), f"turn {number} of sample {attempt.sample}")
+            digest = _digest(attempt, key, number, content)
+
+            def change(connection: sqlite3.Connection) -> None:
+                connection.execute(f"DELETE FROM turns WHERE {_OF_ATTEMPT} AND session != ?", (*attempt.columns, key))
+                connection.execute(
+                    "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
+                    (*attempt.columns, key, number, content, digest),
+                )
+
+            return change
+
+        await self.write(prepare)
 
     async def forget(self, attempt: Attempt) -> None:
         """Delete the turns of an attempt whose samples are recorded elsewhere, or that was given up."""
-        await self.write(lambda: _deleting(_OF_ATTEMPT, attempt.columns))
+        await self.execute(f"DELETE FROM turns WHERE {_OF_ATTEMPT}", attempt.columns)
 
     async def forget_sample(self, run: str, sample: Sample) -> None:
         """Delete the turns of all attempts at a sample."""
         columns = Attempt.of(run, sample).columns[:3]
-        await self.write(lambda: _deleting("run = ? AND sample = ? AND group_index = ?", columns))
+        await self.execute("DELETE FROM turns WHERE run = ? AND sample = ? AND group_index = ?", columns)
 
     def forget_other_runs(self, run: str) -> None:
         """Delete the turns that other runs left in this folder."""
@@ -136,27 +145,6 @@ class TurnJournal(SqliteStore):
         except (BadRecord, JournalFailed) as error:
             logger.warning("%s: the session of sample %s starts over: %s", self.path, attempt.sample, error)
             return None
-
-    def _appending(self, key: str, attempt: Attempt, record: JsonMapping) -> Change:
-        number = int(record["turn"]["number"])
-        content = self._codec.pack(dict(record), f"turn {number} of sample {attempt.sample}")
-        digest = _digest(attempt, key, number, content)
-
-        def change(connection: sqlite3.Connection) -> None:
-            connection.execute(f"DELETE FROM turns WHERE {_OF_ATTEMPT} AND session != ?", (*attempt.columns, key))
-            connection.execute(
-                "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (*attempt.columns, key, number, content, digest),
-            )
-
-        return change
-
-
-def _deleting(where: str, columns: tuple[str | int, ...]) -> Change:
-    def change(connection: sqlite3.Connection) -> None:
-        connection.execute(f"DELETE FROM turns WHERE {where}", columns)
-
-    return change
 
 
 def _digest(attempt: Attempt, key: str, number: int, content: bytes) -> bytes:
