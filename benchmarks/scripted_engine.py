@@ -4,7 +4,7 @@
 
 Prints its port. Each answer has `--answer` ids, drawn by the request's length alone, ends in those of `--tail` (a tool
 call and the token that ends the turn), and says in `cached_tokens` how much of the prompt an engine with a prefix cache
-of blocks of 16 tokens would have found there.
+of blocks of 16 tokens would have found there. With `--step` seconds, a streamed answer has one event for each token.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class PrefixCache:
 class ScriptedEngine:
     """The routes of an engine, as far as a session server uses them."""
 
-    def __init__(self, answer: int, tail: list[int], low: int, high: int) -> None:
-        self._answer, self._tail, self._range = answer, tail, (low, high)
+    def __init__(self, answer: int, tail: list[int], low: int, high: int, step: float | None = None) -> None:
+        self._answer, self._tail, self._range, self._step = answer, tail, (low, high), step
         self._cache = PrefixCache()
 
     def app(self) -> web.Application:
@@ -67,8 +67,25 @@ class ScriptedEngine:
             return web.Response(body=orjson.dumps(answer), content_type="application/json")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        await response.write(b"data: " + orjson.dumps(answer) + b"\n\ndata: [DONE]\n\n")
+        if self._step is not None:
+            await self._in_steps(response, answer)
+        else:
+            await response.write(b"data: " + orjson.dumps(answer) + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
         return response
+
+    async def _in_steps(self, response: web.StreamResponse, answer: dict[str, Any]) -> None:
+        """Send an event for each token, `step` seconds apart, as an engine with `--incremental-streaming-output`."""
+        assert self._step is not None
+        meta, due = answer["meta_info"], asyncio.get_running_loop().time()
+        for at, (token, entry) in enumerate(zip(answer["output_ids"], meta["output_token_logprobs"], strict=True)):
+            own = meta | {"completion_tokens": at + 1, "output_token_logprobs": [entry]}
+            if at + 1 < len(answer["output_ids"]):
+                own["finish_reason"] = None
+            event = {"text": "", "output_ids": [token], "meta_info": own}
+            await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
+            due += self._step
+            await asyncio.sleep(max(0.0, due - asyncio.get_running_loop().time()))
 
     def _spoken(self, ids: list[int], prompt_tokens: int, cached: int) -> dict[str, Any]:
         return {
@@ -89,7 +106,7 @@ class ScriptedEngine:
 async def serve(options: argparse.Namespace) -> None:
     low, high = map(int, options.ids.split(":"))
     tail = [int(token) for token in options.tail.split(",")]
-    runner = web.AppRunner(ScriptedEngine(options.answer, tail, low, high).app(), access_log=None)
+    runner = web.AppRunner(ScriptedEngine(options.answer, tail, low, high, options.step).app(), access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)
     await site.start()
@@ -102,4 +119,5 @@ if __name__ == "__main__":
     parser.add_argument("--answer", type=int, default=200, help="tokens of each answer")
     parser.add_argument("--tail", default="2", help="the ids that each answer ends in, with commas between")
     parser.add_argument("--ids", default="300:8000", help="the range that ids are drawn from")
+    parser.add_argument("--step", type=float, help="seconds between the tokens of a streamed answer")
     asyncio.run(serve(parser.parse_args()))

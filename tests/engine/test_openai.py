@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from slime.engine.embedded.errors import BadRequest
-from slime.engine.embedded.http.http_io import Fields
+from slime.engine.embedded.http.http_io import RequestField
 from slime.engine.embedded.http.openai import forced_call, render_chat
 from tests.engine.conftest import EngineProcess
 from tests.migration.scripted import make_scripted_model
@@ -36,7 +36,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 def text(**body: Any) -> str:
     tokenizer = make_tokenizer()
     tokenizer.chat_template = TEMPLATE
-    fields = Fields({"messages": [USER], **body})
+    fields = RequestField({"messages": [USER], **body})
     prompt = render_chat(tokenizer, fields)
     forced_call(fields)
     return prompt
@@ -103,10 +103,10 @@ def test_rejects_invalid_template_tool_and_message_fields(body: dict[str, Any], 
 def test_required_or_named_tool_choice_forces_a_call() -> None:
     named = {"type": "function", "function": {"name": "add"}}
     given = {"messages": [USER], "tools": [TOOL]}
-    assert forced_call(Fields({**given, "tool_choice": "required"})) == (True, None)
-    assert forced_call(Fields({**given, "tool_choice": named})) == (True, "add")
+    assert forced_call(RequestField({**given, "tool_choice": "required"})) == (True, None)
+    assert forced_call(RequestField({**given, "tool_choice": named})) == (True, "add")
     for choice in (None, "auto", "none"):
-        assert forced_call(Fields({**given, "tool_choice": choice})) == (False, None)
+        assert forced_call(RequestField({**given, "tool_choice": choice})) == (False, None)
 
 
 PIECES = ["<think>", "hm", "</think>", "so ", "<tool_call>", '{"name": "add", ', '"arguments": {"a": ', '"x', 'y"}}', "</tool_call>"]  # fmt: skip

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from slime.agent.server.dialects import (
     model_body,
     models_body,
     refusal_problem,
+    session_key,
 )
 from slime.agent.server.online_intake import LiveConversations
 from slime.agent.server.request_limits import INLINE_BODY_BYTES
@@ -212,12 +213,12 @@ class AgentApp:
 
     async def _post(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
         try:
-            key = dialect.key(http.headers)
+            key = session_key(http.headers)
             door = self._door if self._door is not None and self._door.is_for(key) else None
             intake = self._sessions.find(key).intake if door is None else door.intake(http.headers)
             with intake.request() as room, self._connections.serving(http.transport, key or ""):
                 body = await room.body(http)
-                understood = partial(self._understood, dialect, http.path, body, http.headers, intake.context)
+                understood = partial(self._understood, dialect, http.path, body, intake.context)
                 asked = await intake.run(understood, inline=len(body) <= INLINE_BODY_BYTES)
                 held = self._sessions.find(key) if door is None else await door.enter(http.headers)
                 room.move_to(held.intake)
@@ -225,12 +226,10 @@ class AgentApp:
         except Problem as problem:
             return _problem_response(dialect, problem)
 
-    def _understood(
-        self, dialect: Dialect, path: str, body: bytes, headers: Mapping[str, str], context: int | None
-    ) -> Asked:
+    def _understood(self, dialect: Dialect, path: str, body: bytes, context: int | None) -> Asked:
         """Parse a body and check that its prompt may fit; raises `Problem`."""
         try:
-            asked = dialect.asked(path, parse_json(body), headers)
+            asked = dialect.asked(path, parse_json(body))
             self._sessions.check_length(asked.request, context)
         except SessionRefusal as refusal:
             raise refusal_problem(refusal) from refusal

@@ -72,7 +72,7 @@ def check(dialect: Dialect, body: Any) -> None:
     """Check that a parsed request can be encoded and that a rejected one has an error response."""
     for path in dialect.paths:
         try:
-            asked = dialect.asked(path, body, {})
+            asked = dialect.asked(path, body)
         except Problem as problem:
             status, _, answer = dialect.problem(problem)
             assert status == 400

@@ -58,7 +58,7 @@ class DialectTransport:
         self.anthropic = anthropic.Anthropic(base_url="http://x", api_key="k", http_client=client, max_retries=2)
 
     def _answer(self, request: httpx2.Request) -> httpx2.Response:
-        asked = self.dialect.asked(request.url.path, json.loads(request.content), dict(request.headers))
+        asked = self.dialect.asked(request.url.path, json.loads(request.content))
         self.seen.append(asked)
         if self.problem is not None and not asked.stream:
             status, headers, body = self.dialect.problem(self.problem)
@@ -134,7 +134,7 @@ def parse_back(name: str, history: list[Any]) -> Message:
     body: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": [*ASK, *history, *ASK]}
     if name == "responses":
         body = {"model": "m", "input": [*ASK, *history, *ASK]}
-    return dialect.asked(dialect.paths[0], body, {}).request.messages[1]
+    return dialect.asked(dialect.paths[0], body).request.messages[1]
 
 
 THINK_TEXT_CALLS: list[Event] = [

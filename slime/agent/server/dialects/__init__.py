@@ -4,17 +4,9 @@ from collections.abc import Mapping
 
 from slime.agent.server.dialects.anthropic import AnthropicMessages
 from slime.agent.server.dialects.chat_completions import ChatCompletions, model_body, models_body
-from slime.agent.server.dialects.dialect import (
-    Asked,
-    Dialect,
-    FinishedTurn,
-    Kind,
-    Problem,
-    StreamWriter,
-    TokenLogProb,
-    Usage,
-)
-from slime.agent.server.dialects.errors import refusal_problem
+from slime.agent.server.dialects.dialect import Asked, Dialect, FinishedTurn, StreamWriter, TokenLogProb, Usage
+from slime.agent.server.dialects.errors import Kind, Problem, refusal_problem
+from slime.agent.server.dialects.request_fields import session_key
 from slime.agent.server.dialects.responses import OpenAIResponses
 
 __all__ = [
@@ -31,6 +23,7 @@ __all__ = [
     "model_body",
     "models_body",
     "refusal_problem",
+    "session_key",
 ]
 
 DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), OpenAIResponses(), AnthropicMessages())

@@ -8,13 +8,25 @@ prompt.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from slime.agent.messages import Message, ToolCall, TurnRequest
-from slime.agent.server.dialects import request_fields, sse
-from slime.agent.server.dialects.dialect import Asked, FinishedTurn, Problem, Usage
-from slime.agent.server.dialects.errors import ErrorResponse, anthropic_error, messages_problem
-from slime.agent.server.dialects.request_fields import bad_field
+from slime.agent.server.dialects.dialect import (
+    Asked,
+    Dialect,
+    FinishedTurn,
+    StreamWriter,
+    Usage,
+    has_visible_text,
+    sse_named,
+)
+from slime.agent.server.dialects.errors import Problem, anthropic_error
+from slime.agent.server.dialects.request_fields import (
+    BodyField,
+    add_message,
+    choice_notes,
+    parsed_arguments,
+    replace_surrogates,
+)
+from slime.models.openai_api import function_names
 from slime.models.parsers.events import CallArguments, CallBegun, Event, Reasoning, Text
 from slime.storage.json_types import JsonMapping, JsonObject
 
@@ -30,40 +42,92 @@ NEUTRAL = frozenset(
     | {"fallbacks", "fallback_credit_token", "compaction", "thread"}
 )
 HOSTED = ("web_search", "web_fetch", "code_execution", "tool_search", "memory", "advisor")
-_STOP = {"length": "max_tokens", "abort": "max_tokens"}
+_TEXT = ("text",)
 
 
-class AnthropicMessages:
+class MessagesWriter(StreamWriter):
+    """Streams content blocks one after the other; the thinking block ends with the turn's reference."""
+
+    def __init__(self, asked: Asked, turn_ref: str) -> None:
+        super().__init__(asked, turn_ref)
+        self._open: type | int | None = None  # the kind of the open block, or the number of its call
+        self._blocks = 0
+
+    def begin(self) -> bytes:
+        message = {**_head(self._asked, self._reference), "content": [], "stop_reason": None}
+        return sse_named({"type": "message_start", "message": {**message, "usage": usage_body(Usage(0, 0, 0))}})
+
+    def encode(self, shown: Event) -> bytes:
+        match shown:
+            case Reasoning():
+                block = self._start(Reasoning, {"type": "thinking", "thinking": "", "signature": ""})
+                return block + self._delta({"type": "thinking_delta", "thinking": shown.text})
+            case Text():
+                block = self._start(Text, {"type": "text", "text": ""})
+                return block + self._delta({"type": "text_delta", "text": shown.text})
+            case CallBegun():
+                return self._start(shown.index, {"type": "tool_use", "id": shown.id, "name": shown.name, "input": {}})
+            case CallArguments():
+                return self._delta({"type": "input_json_delta", "partial_json": shown.text})
+        raise AssertionError(shown)
+
+    def keep_alive(self) -> bytes:
+        return sse_named({"type": "ping"})
+
+    def end(self, finished: FinishedTurn) -> bytes:
+        delta = {"stop_reason": stop_reason(finished), "stop_sequence": None}
+        last = {"type": "message_delta", "delta": delta, "usage": usage_body(finished.usage)}
+        return self._close() + sse_named(last) + sse_named({"type": "message_stop"})
+
+    def problem(self, problem: Problem) -> bytes:
+        return sse_named(anthropic_error(problem))
+
+    def _start(self, what: type | int, block: JsonMapping) -> bytes:
+        if self._open == what:
+            return b""
+        closed = self._close()
+        self._open = what
+        return closed + sse_named({"type": "content_block_start", "index": self._blocks, "content_block": block})
+
+    def _delta(self, delta: JsonMapping) -> bytes:
+        return sse_named({"type": "content_block_delta", "index": self._blocks, "delta": delta})
+
+    def _close(self) -> bytes:
+        if self._open is None:
+            return b""
+        signed = b""
+        if self._open is Reasoning:
+            signed = self._delta({"type": "signature_delta", "signature": self._reference})
+        stop = sse_named({"type": "content_block_stop", "index": self._blocks})
+        self._open = None
+        self._blocks += 1
+        return signed + stop
+
+
+class AnthropicMessages(Dialect):
     name = "messages"
-    paths: tuple[str, ...] = ("/v1/messages", "/v1/messages/count_tokens")
+    paths = ("/v1/messages", "/v1/messages/count_tokens")
+    writer = MessagesWriter
 
-    def key(self, headers: Mapping[str, str]) -> str | None:
-        return request_fields.session_key(headers)
-
-    def asked(self, path: str, body: object, headers: Mapping[str, str]) -> Asked:
-        fields = request_fields.require_object(body, "the body")
-        request_fields.refuse_unknown_fields(fields, USED, NEUTRAL)
-        config = request_fields.require_object(fields.get("output_config") or {}, "output_config")
-        if config.get("format") or fields.get("output_format"):
-            raise bad_field("output_config.format", "answers are sampled freely here: leave it out")
-        if fields.get("mcp_servers"):
-            raise bad_field(
-                "mcp_servers", "no tools are run on this side: connect to the servers yourself and send their tools"
+    def asked(self, path: str, body: object) -> Asked:
+        fields = BodyField(body)
+        fields.refuse_unknown_fields(USED, NEUTRAL)
+        config = fields["output_config"].object(optional=True)
+        if config.get("format") or fields["output_format"].value:
+            raise BodyField(None, "output_config.format").bad("answers are sampled freely here: leave it out")
+        if fields["mcp_servers"].value:
+            raise fields["mcp_servers"].bad(
+                "no tools are run on this side: connect to the servers yourself and send their tools"
             )
         counting = path.rstrip("/").endswith("/count_tokens")
-        tools, notes = _tools(fields.get("tools"))
-        choice, parallel = _tool_choice(fields.get("tool_choice"), tools)
-        longest = request_fields.int_field(fields, "max_tokens", 1)
+        tools, notes = _tools(fields["tools"])
+        choice, parallel = _tool_choice(fields["tool_choice"], tools)
+        longest = fields["max_tokens"].whole(1)
         if longest is None and not counting:
-            raise bad_field("max_tokens", "must be given")
-        messages = conversation(fields.get("system"), fields.get("messages"))
-        params: JsonObject = {}
-        for name in ("temperature", "top_p"):
-            if (number := request_fields.number_field(fields, name)) is not None:
-                params[name] = number
-        if (most := request_fields.int_field(fields, "top_k", 0)) is not None:
-            params["top_k"] = most
-        if fields.get("stop_sequences") and (stop := request_fields.texts(fields["stop_sequences"], "stop_sequences")):
+            raise fields["max_tokens"].bad("must be given")
+        messages = _conversation(fields)
+        params = fields.sampling_params(("temperature", "top_p"), {"top_k": ("top_k", 0)})
+        if fields["stop_sequences"].value and (stop := fields["stop_sequences"].text_or_texts()):
             params["stop"] = stop
         request = TurnRequest(
             messages=messages,
@@ -75,31 +139,22 @@ class AnthropicMessages:
         )
         return Asked(
             request=request,
-            model=request_fields.require_name(fields.get("model"), "model"),
-            stream=request_fields.flag_field(fields, "stream", False) and not counting,
+            model=fields["model"].name(),
+            stream=fields["stream"].flag() and not counting,
             count_only=counting,
-            notes=notes + request_fields.choice_notes(choice),
+            notes=notes + choice_notes(choice),
         )
-
-    def writer(self, asked: Asked, turn_ref: str) -> MessagesWriter:
-        return MessagesWriter(asked, turn_ref)
 
     def whole(self, asked: Asked, finished: FinishedTurn) -> JsonObject:
         output = finished.output
         blocks: list[JsonObject] = []
-        if sse.has_visible_text(output.reasoning):
+        if has_visible_text(output.reasoning):
             blocks.append({"type": "thinking", "thinking": output.reasoning, "signature": finished.reference})
-        if sse.has_visible_text(output.text):
+        if has_visible_text(output.text):
             blocks.append({"type": "text", "text": output.text})
         for call in output.calls:
-            blocks.append(
-                {
-                    "type": "tool_use",
-                    "id": call.id,
-                    "name": call.name,
-                    "input": request_fields.parsed_arguments(call.arguments),
-                }
-            )
+            given = parsed_arguments(call.arguments)
+            blocks.append({"type": "tool_use", "id": call.id, "name": call.name, "input": given})
         return {
             **_head(asked, finished.reference),
             "content": blocks,
@@ -110,79 +165,12 @@ class AnthropicMessages:
     def counted(self, tokens: int) -> JsonObject:
         return {"input_tokens": tokens}
 
-    def problem(self, problem: Problem) -> ErrorResponse:
-        return messages_problem(problem)
-
-
-class MessagesWriter:
-    """Streams content blocks one after the other; the thinking block ends with the turn's reference."""
-
-    def __init__(self, asked: Asked, turn_ref: str) -> None:
-        self._asked = asked
-        self._reference = turn_ref
-        self._shown = sse.VisibleEvents()
-        self._open: type | int | None = None  # the kind of the open block, or the number of its call
-        self._blocks = 0
-
-    def begin(self) -> bytes:
-        message = {**_head(self._asked, self._reference), "content": [], "stop_reason": None}
-        return sse.named({"type": "message_start", "message": {**message, "usage": usage_body(Usage(0, 0, 0))}})
-
-    def event(self, event: Event) -> bytes:
-        blocks = b""
-        for shown in self._shown.of(event):
-            match shown:
-                case Reasoning():
-                    blocks += self._start(Reasoning, {"type": "thinking", "thinking": "", "signature": ""})
-                    blocks += self._delta({"type": "thinking_delta", "thinking": shown.text})
-                case Text():
-                    blocks += self._start(Text, {"type": "text", "text": ""})
-                    blocks += self._delta({"type": "text_delta", "text": shown.text})
-                case CallBegun():
-                    block = {"type": "tool_use", "id": shown.id, "name": shown.name, "input": {}}
-                    blocks += self._start(shown.index, block)
-                case CallArguments():
-                    blocks += self._delta({"type": "input_json_delta", "partial_json": shown.text})
-                case _:
-                    raise AssertionError(shown)
-        return blocks
-
-    def keep_alive(self) -> bytes:
-        return sse.named({"type": "ping"})
-
-    def end(self, finished: FinishedTurn) -> bytes:
-        delta = {"stop_reason": stop_reason(finished), "stop_sequence": None}
-        last = {"type": "message_delta", "delta": delta, "usage": usage_body(finished.usage)}
-        return self._close() + sse.named(last) + sse.named({"type": "message_stop"})
-
-    def problem(self, problem: Problem) -> bytes:
-        return sse.named(anthropic_error(problem))
-
-    def _start(self, what: type | int, block: JsonMapping) -> bytes:
-        if self._open == what:
-            return b""
-        closed = self._close()
-        self._open = what
-        return closed + sse.named({"type": "content_block_start", "index": self._blocks, "content_block": block})
-
-    def _delta(self, delta: JsonMapping) -> bytes:
-        return sse.named({"type": "content_block_delta", "index": self._blocks, "delta": delta})
-
-    def _close(self) -> bytes:
-        if self._open is None:
-            return b""
-        signed = b""
-        if self._open is Reasoning:
-            signed = self._delta({"type": "signature_delta", "signature": self._reference})
-        stop = sse.named({"type": "content_block_stop", "index": self._blocks})
-        self._open = None
-        self._blocks += 1
-        return signed + stop
+    def error(self, problem: Problem) -> JsonObject:
+        return anthropic_error(problem)
 
 
 def stop_reason(finished: FinishedTurn) -> str:
-    """The stop reason; `max_tokens` for a turn that was cut off, even inside a call."""
-    return _STOP.get(finished.finish_reason) or ("tool_use" if finished.output.calls else "end_turn")
+    return "max_tokens" if finished.is_cut else "tool_use" if finished.output.calls else "end_turn"
 
 
 def usage_body(usage: Usage) -> JsonObject:
@@ -194,119 +182,103 @@ def usage_body(usage: Usage) -> JsonObject:
     }
 
 
-def conversation(system: object, value: object) -> tuple[Message, ...]:
+def _conversation(fields: BodyField) -> tuple[Message, ...]:
     """The system prompt and the messages; consecutive assistant messages are merged."""
     messages: list[Message] = []
-    if instructions := request_fields.content_text(system, "system", ("text",)):
+    if instructions := fields["system"].content(_TEXT):
         messages.append(Message("system", instructions))
-    for i, entry in enumerate(request_fields.require_list(value, "messages")):
-        fields = request_fields.require_object(entry, f"messages[{i}]")
-        content, place = fields.get("content"), f"messages[{i}].content"
-        match fields.get("role"):
+    for entry in fields["messages"].items():
+        content = entry["content"]
+        match entry["role"].value:
             case "system":
-                added = [Message("system", request_fields.content_text(content, place, ("text",)))]
+                added = [Message("system", content.content(_TEXT))]
             case "assistant":
-                added = [_assistant(content, place)]
+                added = [_assistant(content)]
             case "user":
-                added = _user(content, place)
+                added = _user(content)
             case _:
-                raise bad_field(f"messages[{i}].role", "must be user, assistant or system")
+                raise entry["role"].bad("must be user, assistant or system")
         for message in added:
-            request_fields.add_message(messages, message)
+            add_message(messages, message)
     if not any(message.role != "system" for message in messages):
-        raise bad_field("messages", "must have at least one message")
+        raise fields["messages"].bad("must have at least one message")
     if messages[-1].role == "assistant":
-        raise bad_field("messages", "must end with a message of the user: prefilled answers are not supported")
+        raise fields["messages"].bad("must end with a message of the user: prefilled answers are not supported")
     return tuple(messages)
 
 
-def _user(content: object, where: str) -> list[Message]:
+def _user(content: BodyField) -> list[Message]:
     """The messages of a user entry, in the order of its blocks: tool results, and adjacent texts as one message."""
-    if not isinstance(content, list):
-        return [Message("user", request_fields.content_text(content, where, ("text",)))]
+    if not isinstance(content.value, list):
+        return [Message("user", content.content(_TEXT))]
     messages: list[Message] = []
     texts: list[str] = []
-    for i, entry in enumerate(content):
-        place = f"{where}[{i}]"
-        if isinstance(entry, dict) and entry.get("type") == "tool_result":
+    for block in content.items():
+        if isinstance(block.value, dict) and block.value.get("type") == "tool_result":
             if texts:
                 messages.append(Message("user", "\n".join(texts)))
                 texts = []
-            result = request_fields.result_text(entry.get("content"), f"{place}.content", ("text",))
-            if request_fields.flag_field(entry, "is_error", False) and not result.strip():
+            result = block["content"].result(_TEXT)
+            if block["is_error"].flag() and not result.strip():
                 result = "Error: the tool failed and said nothing."
-            call_id = request_fields.require_text(entry.get("tool_use_id"), f"{place}.tool_use_id")
-            messages.append(Message("tool", result, tool_call_id=call_id))
+            messages.append(Message("tool", result, tool_call_id=block["tool_use_id"].text()))
         else:
-            texts.append(request_fields.part_text(entry, place, ("text",)))
+            texts.append(block.part(_TEXT))
     if texts or not messages:
         messages.append(Message("user", "\n".join(texts)))
     return messages
 
 
-def _assistant(content: object, where: str) -> Message:
-    if not isinstance(content, list):
-        return Message("assistant", request_fields.content_text(content, where, ("text",)))
+def _assistant(content: BodyField) -> Message:
+    if not isinstance(content.value, list):
+        return Message("assistant", content.content(_TEXT))
     texts: list[str] = []
     thoughts: list[str] = []
     calls: list[ToolCall] = []
     reference = None
-    for i, entry in enumerate(content):
-        place = f"{where}[{i}]"
-        block = request_fields.require_object(entry, place)
-        match block.get("type"):
+    for block in content.items():
+        match block["type"].value:
             case "thinking":
-                thoughts.append(request_fields.require_text(block.get("thinking"), f"{place}.thinking"))
-                reference = reference or request_fields.text_field(block, "signature", place) or None
+                thoughts.append(block["thinking"].text())
+                reference = reference or block["signature"].optional_text() or None
             case "redacted_thinking":
-                reference = reference or request_fields.text_field(block, "data", place) or None
+                reference = reference or block["data"].optional_text() or None
             case "tool_use":
-                call_id = request_fields.require_text(block.get("id"), f"{place}.id")
-                name = request_fields.require_text(block.get("name"), f"{place}.name")
-                calls.append(ToolCall(call_id, name, request_fields.as_json_text(block.get("input"), f"{place}.input")))
+                calls.append(ToolCall(block["id"].text(), block["name"].text(), block["input"].json_text()))
             case _:
-                texts.append(request_fields.part_text(block, place, ("text",)))
+                texts.append(block.part(_TEXT))
     reasoning = "".join(thoughts) if thoughts else None
     return Message("assistant", "".join(texts), reasoning=reasoning, tool_calls=tuple(calls), reference=reference)
 
 
-def _tools(value: object) -> tuple[tuple[JsonMapping, ...], tuple[str, ...]]:
+def _tools(given: BodyField) -> tuple[tuple[JsonMapping, ...], tuple[str, ...]]:
     """The tools that the client runs, and a note about each ignored tool that only Anthropic's service runs."""
     tools = []
     notes = []
-    for i, entry in enumerate(request_fields.require_list(value or [], "tools")):
-        where = f"tools[{i}]"
-        tool = request_fields.require_object(entry, where)
-        kind = tool.get("type") or "custom"
+    for tool in given.items(optional=True):
+        kind = tool["type"].value or "custom"
         if isinstance(kind, str) and kind.startswith(HOSTED):
-            notes.append(
-                f"the tool {request_fields.replace_surrogates(kind)!r} is run by Anthropic's service and is ignored "
-                "here"
-            )
-            continue
-        if kind != "custom":
-            raise bad_field(
-                f"{where}.type", "only tools with a name and an input_schema are offered here: declare it as one"
-            )
-        tools.append(
-            request_fields.function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema"), where)
-        )
+            shown = replace_surrogates(kind)
+            notes.append(f"the tool {shown!r} is run by Anthropic's service and is ignored here")
+        elif kind != "custom":
+            raise tool["type"].bad("only tools with a name and an input_schema are offered here: declare it as one")
+        else:
+            tools.append(tool.function_tool(tool["name"].name(), tool["input_schema"]))
     return tuple(tools), tuple(notes)
 
 
-def _tool_choice(value: object, tools: tuple[JsonMapping, ...]) -> tuple[str, bool]:
-    if value is None:
+def _tool_choice(choice: BodyField, tools: tuple[JsonMapping, ...]) -> tuple[str, bool]:
+    if choice.value is None:
         return "auto", True
-    choice = request_fields.require_object(value, "tool_choice")
-    parallel = not request_fields.flag_field(choice, "disable_parallel_tool_use", False)
-    match choice.get("type"):
+    parallel = not choice["disable_parallel_tool_use"].flag()
+    match choice["type"].value:
         case "auto" | "none" as kind:
             return kind, parallel
         case "any":
             return "required", parallel
         case "tool":
-            return request_fields.named_tool_choice(choice.get("name"), tools), parallel
-    raise bad_field("tool_choice.type", "must be auto, any, tool or none")
+            return choice.tool_name(choice["name"], function_names(tools)), parallel
+    raise choice["type"].bad("must be auto, any, tool or none")
 
 
 def _head(asked: Asked, reference: str) -> JsonObject:

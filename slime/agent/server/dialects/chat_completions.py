@@ -8,13 +8,26 @@ come with the last chunk of a stream.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from slime.agent.messages import Message, ToolCall, TurnRequest
-from slime.agent.server.dialects import request_fields, sse
-from slime.agent.server.dialects.dialect import Asked, FinishedTurn, Problem, Usage
-from slime.agent.server.dialects.errors import ErrorResponse, chat_problem, openai_error
-from slime.agent.server.dialects.request_fields import bad_field
+from slime.agent.server.dialects.dialect import (
+    Asked,
+    Dialect,
+    FinishedTurn,
+    StreamWriter,
+    ascii_json,
+    has_visible_text,
+    sse_data,
+)
+from slime.agent.server.dialects.errors import Kind, Problem, openai_error
+from slime.agent.server.dialects.request_fields import (
+    BodyField,
+    add_message,
+    choice_notes,
+    replace_surrogates,
+)
+from slime.models.openai_api import call_json, function_names, usage_json
 from slime.models.parsers.events import CallArguments, CallBegun, Event, Reasoning, Text
 from slime.storage.json_types import JsonMapping, JsonObject
 
@@ -36,269 +49,196 @@ NEUTRAL = frozenset(
     | {"vl_high_resolution_images", "provider_specific_fields", "session_id", "preserve_thinking"}
 )
 PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
+_NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _COUNTS = {"top_k": ("top_k", -1), "seed": ("sampling_seed", -(2**63)), "min_tokens": ("min_new_tokens", 0)}
 
 
-class ChatCompletions:
+class ChatWriter(StreamWriter):
+    """Streams chunks of one choice, then its usage if requested, then `[DONE]`."""
+
+    def __init__(self, asked: Asked, turn_ref: str) -> None:
+        super().__init__(asked, turn_ref)
+        self._head = _head(asked, turn_ref, "chat.completion.chunk")
+        self._opening = f'data: {ascii_json(self._head)[:-1]},"choices":[{{"index":0,"delta":'
+        self._ending = ',"usage":null}\n\n' if asked.include_usage else "}\n\n"
+
+    def begin(self) -> bytes:
+        return self._chunk({"role": "assistant", "content": ""})
+
+    def encode(self, shown: Event) -> bytes:
+        match shown:
+            case Text():
+                return self._chunk({"content": shown.text})
+            case Reasoning():
+                return self._chunk({"reasoning_content": shown.text})
+            case CallBegun():
+                return self._chunk({"tool_calls": [{"index": shown.index, **call_json(shown.id, shown.name, "")}]})
+            case CallArguments():
+                piece = {"index": shown.index, "function": {"arguments": shown.text}}
+                return self._chunk({"tool_calls": [piece]})
+        raise AssertionError(shown)
+
+    def end(self, finished: FinishedTurn) -> bytes:
+        last = self._chunk({}, finish=finish_reason(finished), log_probs=_log_probs(finished))
+        if self._asked.include_usage:
+            last += sse_data({**self._head, "choices": [], "usage": _usage(finished)})
+        return last + b"data: [DONE]\n\n"
+
+    def problem(self, problem: Problem) -> bytes:
+        return sse_data(openai_error(problem)) + b"data: [DONE]\n\n"
+
+    def _chunk(self, delta: JsonMapping, finish: str | None = None, log_probs: JsonMapping | None = None) -> bytes:
+        ends = ascii_json({"logprobs": log_probs, "finish_reason": finish})[1:]
+        return f"{self._opening}{ascii_json(delta)},{ends}]{self._ending}".encode()
+
+
+class ChatCompletions(Dialect):
     name = "chat"
-    paths: tuple[str, ...] = ("/v1/chat/completions",)
+    paths = ("/v1/chat/completions",)
+    writer = ChatWriter
+    statuses = (
+        dict.fromkeys((Kind.CLOSED, Kind.TURN_LIMIT, Kind.TOKEN_LIMIT, Kind.DEADLINE, Kind.REFUSED), 404)
+        | dict.fromkeys((Kind.UNKNOWN_MODEL, Kind.SHUTTING_DOWN), 404)
+        | {Kind.NO_SESSION: 401, **Dialect.statuses}
+    )
 
-    def key(self, headers: Mapping[str, str]) -> str | None:
-        return request_fields.session_key(headers)
-
-    def asked(self, path: str, body: object, headers: Mapping[str, str]) -> Asked:
-        fields = request_fields.require_object(body, "the body")
+    def asked(self, path: str, body: object) -> Asked:
+        fields = BodyField(body)
+        fields.object()
         _check_chat_features(fields)
-        request_fields.refuse_unknown_fields(fields, USED, NEUTRAL)
-        tools = _tools(fields.get("tools"))
-        stream = request_fields.flag_field(fields, "stream", False)
-        options = request_fields.require_object(fields.get("stream_options") or {}, "stream_options")
-        longest = request_fields.int_field(fields, "max_completion_tokens", 1)
-        choice: object = fields.get("tool_choice")
-        if choice is None:
-            tool_choice = "auto"
-        elif isinstance(choice, str):
-            if choice not in ("auto", "none", "required"):
-                raise bad_field("tool_choice", 'must be "auto", "none", "required" or a function')
-            tool_choice = choice
-        else:
-            named = request_fields.require_object(choice, "tool_choice")
-            if named.get("type") != "function":
-                raise bad_field("tool_choice.type", 'must be "function"')
-            function = request_fields.require_object(named.get("function"), "tool_choice.function")
-            tool_choice = request_fields.named_tool_choice(function.get("name"), tools)
+        fields.refuse_unknown_fields(USED, NEUTRAL)
+        tools = []
+        for tool in fields["tools"].items(optional=True):
+            if tool.object().get("type", "function") != "function":
+                raise tool["type"].bad("only function tools are offered in chat completions")
+            function = tool["function"]
+            tools.append(function.function_tool(function["name"].name(), function["parameters"]))
+        stream = fields["stream"].flag()
+        options = BodyField(fields["stream_options"].object(optional=True), "stream_options", "stream_options.")
+        longest = fields["max_completion_tokens"].whole(1)
+        tool_choice = fields["tool_choice"].tool_choice(function_names(tools), "function", nested=True)
+        messages: list[Message] = []
+        for entry in fields["messages"].items():
+            add_message(messages, _message(entry))
+        if not messages:
+            raise fields["messages"].bad("must have at least one message")
         request = TurnRequest(
-            messages=conversation(fields.get("messages")),
-            tools=tools,
+            messages=tuple(messages),
+            tools=tuple(tools),
             tool_choice=tool_choice,
-            parallel_tool_calls=request_fields.flag_field(fields, "parallel_tool_calls", True),
-            max_tokens=longest if longest is not None else request_fields.int_field(fields, "max_tokens", 1),
-            params=sampling_params(fields),
+            parallel_tool_calls=fields["parallel_tool_calls"].flag(True),
+            max_tokens=longest if longest is not None else fields["max_tokens"].whole(1),
+            params=_sampling_params(fields),
         )
         return Asked(
             request=request,
-            model=request_fields.require_name(fields.get("model"), "model"),
+            model=fields["model"].name(),
             stream=stream,
-            include_usage=not stream or request_fields.flag_field(options, "include_usage", False),
-            want_log_probs=request_fields.flag_field(fields, "logprobs", False),
-            notes=request_fields.choice_notes(tool_choice),
+            include_usage=not stream or options["include_usage"].flag(),
+            want_log_probs=fields["logprobs"].flag(),
+            notes=choice_notes(tool_choice),
         )
-
-    def writer(self, asked: Asked, turn_ref: str) -> ChatWriter:
-        return ChatWriter(asked, turn_ref)
 
     def whole(self, asked: Asked, finished: FinishedTurn) -> JsonObject:
         output = finished.output
         message: JsonObject = {"role": "assistant", "content": None, "refusal": None}
-        if sse.has_visible_text(output.reasoning):
+        if has_visible_text(output.reasoning):
             message["reasoning_content"] = output.reasoning
-        if sse.has_visible_text(output.text):
+        if has_visible_text(output.text):
             message["content"] = output.text
         elif not output.calls:
             message["content"] = ""
         if output.calls:
-            message["tool_calls"] = [_call(call.id, call.name, call.arguments) for call in output.calls]
-        choice = {
-            "index": 0,
-            "message": message,
-            "logprobs": _log_probs(finished),
-            "finish_reason": finish_reason(finished),
-        }
+            message["tool_calls"] = [call_json(call.id, call.name, call.arguments) for call in output.calls]
+        ends = {"logprobs": _log_probs(finished), "finish_reason": finish_reason(finished)}
         return {
             **_head(asked, finished.reference, "chat.completion"),
-            "choices": [choice],
-            "usage": usage_body(finished.usage),
+            "choices": [{"index": 0, "message": message, **ends}],
+            "usage": _usage(finished),
         }
 
     def counted(self, tokens: int) -> JsonObject:
         return {"prompt_tokens": tokens}
 
-    def problem(self, problem: Problem) -> ErrorResponse:
-        return chat_problem(problem)
-
-
-class ChatWriter:
-    """Streams chunks of one choice, then its usage if requested, then `[DONE]`."""
-
-    def __init__(self, asked: Asked, turn_ref: str) -> None:
-        self._usage = asked.include_usage
-        self._head = _head(asked, turn_ref, "chat.completion.chunk")
-        self._shown = sse.VisibleEvents()
-
-    def begin(self) -> bytes:
-        return self._chunk({"role": "assistant", "content": ""})
-
-    def event(self, event: Event) -> bytes:
-        chunks = b""
-        for shown in self._shown.of(event):
-            match shown:
-                case Reasoning():
-                    chunks += self._chunk({"reasoning_content": shown.text})
-                case Text():
-                    chunks += self._chunk({"content": shown.text})
-                case CallBegun():
-                    call = {"index": shown.index, **_call(shown.id, shown.name, "")}
-                    chunks += self._chunk({"tool_calls": [call]})
-                case CallArguments():
-                    piece = {"index": shown.index, "function": {"arguments": shown.text}}
-                    chunks += self._chunk({"tool_calls": [piece]})
-                case _:
-                    raise AssertionError(shown)
-        return chunks
-
-    def keep_alive(self) -> bytes:
-        return sse.KEEP_ALIVE_COMMENT
-
-    def end(self, finished: FinishedTurn) -> bytes:
-        last = self._chunk({}, finish=finish_reason(finished), log_probs=_log_probs(finished))
-        if self._usage:
-            last += sse.data({**self._head, "choices": [], "usage": usage_body(finished.usage)})
-        return last + b"data: [DONE]\n\n"
-
-    def problem(self, problem: Problem) -> bytes:
-        return sse.data({"error": openai_error(problem)}) + b"data: [DONE]\n\n"
-
-    def _chunk(self, delta: JsonMapping, finish: str | None = None, log_probs: JsonMapping | None = None) -> bytes:
-        choice = {"index": 0, "delta": delta, "logprobs": log_probs, "finish_reason": finish}
-        chunk = {**self._head, "choices": [choice]}
-        return sse.data({**chunk, "usage": None} if self._usage else chunk)
-
 
 def finish_reason(finished: FinishedTurn) -> str:
-    """The finish reason; `length` for a turn that was cut off, even inside a call."""
-    if finished.finish_reason in ("length", "abort"):
-        return "length"
-    return "tool_calls" if finished.output.calls else "stop"
+    return "length" if finished.is_cut else "tool_calls" if finished.output.calls else "stop"
 
 
-def usage_body(usage: Usage) -> JsonObject:
-    return {
-        "prompt_tokens": usage.prompt,
-        "completion_tokens": usage.completion,
-        "total_tokens": usage.prompt + usage.completion,
-        "prompt_tokens_details": {"cached_tokens": usage.cached},
-        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
-    }
+def _usage(finished: FinishedTurn) -> JsonObject:
+    usage = finished.usage
+    return usage_json(usage.prompt, usage.cached, usage.completion, usage.reasoning)
 
 
-def conversation(value: object) -> tuple[Message, ...]:
-    """The messages; consecutive assistant messages are merged."""
-    messages: list[Message] = []
-    for i, entry in enumerate(request_fields.require_list(value, "messages")):
-        request_fields.add_message(
-            messages, _message(request_fields.require_object(entry, f"messages[{i}]"), f"messages[{i}]")
-        )
-    if not messages:
-        raise bad_field("messages", "must have at least one message")
-    return tuple(messages)
-
-
-def sampling_params(fields: JsonMapping) -> JsonObject:
+def _sampling_params(fields: BodyField) -> JsonObject:
     """The sampling parameters that the client has set, by SGLang's names."""
-    params: JsonObject = {}
-    for name in ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
-        if (number := request_fields.number_field(fields, name)) is not None:
-            params[name] = number
-    for name, (ours, least) in _COUNTS.items():
-        if (count := request_fields.int_field(fields, name, least)) is not None:
-            params[ours] = count
-    if fields.get("stop") is not None and (stop := request_fields.texts(fields["stop"], "stop")):
+    params = fields.sampling_params(_NUMBERS, _COUNTS)
+    if "stop" in fields and (stop := fields["stop"].text_or_texts()):
         params["stop"] = stop
-    if ids := fields.get("stop_token_ids"):
-        if not all(isinstance(token, int) for token in request_fields.require_list(ids, "stop_token_ids")):
-            raise bad_field("stop_token_ids", "must be a list of token ids")
-        params["stop_token_ids"] = list(ids)
+    if fields["stop_token_ids"].value:
+        ids = [entry.value for entry in fields["stop_token_ids"].items()]
+        if not all(isinstance(token, int) for token in ids):
+            raise fields["stop_token_ids"].bad("must be a list of token ids")
+        params["stop_token_ids"] = ids
     return params
 
 
-def _check_chat_features(fields: JsonMapping) -> None:
+def _check_chat_features(fields: BodyField) -> None:
     """Refuse requests whose answer is not one text with calls."""
-    if request_fields.int_field(fields, "n", 0) not in (None, 1):
-        raise bad_field("n", "only one choice a request is sampled here: ask again for another one")
-    if request_fields.int_field(fields, "top_logprobs", 0):
-        raise bad_field(
-            "top_logprobs", "only the log-probs of the tokens that were sampled are known: leave it out or set 0"
+    if fields["n"].whole(0) not in (None, 1):
+        raise fields["n"].bad("only one choice a request is sampled here: ask again for another one")
+    if fields["top_logprobs"].whole(0):
+        raise fields["top_logprobs"].bad(
+            "only the log-probs of the tokens that were sampled are known: leave it out or set 0"
         )
-    text_only = fields.get("modalities") in (None, [], ["text"])
-    if not text_only or fields.get("audio"):
-        raise bad_field("modalities", "only text is sampled here")
+    if fields["modalities"].value not in (None, [], ["text"]) or fields["audio"].value:
+        raise fields["modalities"].bad("only text is sampled here")
     for name in ("functions", "function_call"):
-        if fields.get(name):
-            raise bad_field(name, "was replaced by tools and tool_choice: use these")
-    if fields.get("logit_bias"):
-        raise bad_field(
-            "logit_bias", "the distribution that is trained on must be the one that is sampled from: leave it out"
+        if fields[name].value:
+            raise fields[name].bad("was replaced by tools and tool_choice: use these")
+    if fields["logit_bias"].value:
+        raise fields["logit_bias"].bad(
+            "the distribution that is trained on must be the one that is sampled from: leave it out"
         )
-    check_response_format(fields.get("response_format"), "response_format")
+    check_response_format(fields["response_format"])
 
 
-def check_response_format(value: object, where: str) -> None:
+def check_response_format(given: BodyField) -> None:
     """Refuse a forced answer format: its tokens would come from a distribution other than the trained one."""
-    if value is None:
-        return
-    kind = request_fields.require_object(value, where).get("type", "text")
-    if kind != "text":
-        raise bad_field(
-            where,
-            f"answers are sampled freely here, {request_fields.replace_surrogates(str(kind))!r} is not offered: leave "
-            "it out",
-        )
+    if given.value is not None and (kind := given.object().get("type", "text")) != "text":
+        shown = replace_surrogates(str(kind))
+        raise given.bad(f"answers are sampled freely here, {shown!r} is not offered: leave it out")
 
 
-def _tools(value: object) -> tuple[JsonMapping, ...]:
-    tools = []
-    for i, entry in enumerate(request_fields.require_list(value or [], "tools")):
-        where = f"tools[{i}]"
-        tool = request_fields.require_object(entry, where)
-        if tool.get("type", "function") != "function":
-            raise bad_field(f"{where}.type", "only function tools are offered in chat completions")
-        function = request_fields.require_object(tool.get("function"), f"{where}.function")
-        tools.append(
-            request_fields.function_tool(
-                function.get("name"), function.get("description"), function.get("parameters"), f"{where}.function"
-            )
-        )
-    return tuple(tools)
-
-
-def _message(entry: JsonMapping, where: str) -> Message:
-    role = entry.get("role")
+def _message(entry: BodyField) -> Message:
+    role = entry["role"].value
     if role in ("system", "developer", "user"):
-        content = request_fields.content_text(entry.get("content"), f"{where}.content", PARTS)
-        name = request_fields.text_field(entry, "name", where)
-        return Message("user" if role == "user" else "system", content, name=name)
+        content = entry["content"].content(PARTS)
+        return Message("user" if role == "user" else "system", content, name=entry["name"].optional_text())
     if role == "tool":
         return Message(
             "tool",
-            request_fields.result_text(entry.get("content"), f"{where}.content", PARTS),
-            tool_call_id=request_fields.require_text(entry.get("tool_call_id"), f"{where}.tool_call_id"),
-            name=request_fields.text_field(entry, "name", where),
+            entry["content"].result(PARTS),
+            tool_call_id=entry["tool_call_id"].text(),
+            name=entry["name"].optional_text(),
         )
     if role != "assistant":
-        raise bad_field(f"{where}.role", "must be system, developer, user, assistant or tool")
-    reasoning = request_fields.text_field(entry, "reasoning_content", where)
+        raise entry["role"].bad("must be system, developer, user, assistant or tool")
+    reasoning = entry["reasoning_content"].optional_text()
     if reasoning is None:
-        reasoning = request_fields.text_field(entry, "reasoning", where)
-    entries = request_fields.require_list(entry.get("tool_calls") or [], f"{where}.tool_calls")
-    content = request_fields.content_text(entry.get("content"), f"{where}.content", PARTS, between="")
+        reasoning = entry["reasoning"].optional_text()
+    given = entry["tool_calls"].items(optional=True)
+    content = entry["content"].content(PARTS, between="")
     calls = []
-    for i, value in enumerate(entries):
-        place = f"{where}.tool_calls[{i}]"
-        call = request_fields.require_object(value, place)
-        function = request_fields.require_object(call.get("function"), f"{place}.function")
-        call_id = request_fields.require_text(call.get("id"), f"{place}.id")
-        name = request_fields.require_text(function.get("name"), f"{place}.function.name")
-        arguments = request_fields.as_json_text(function.get("arguments"), f"{place}.function.arguments")
-        calls.append(ToolCall(call_id, name, arguments))
+    for call in given:
+        function = call["function"]
+        function.object()
+        calls.append(ToolCall(call["id"].text(), function["name"].text(), function["arguments"].json_text()))
     return Message("assistant", content, reasoning=reasoning, tool_calls=tuple(calls))
 
 
 def _head(asked: Asked, reference: str, kind: str) -> JsonObject:
     return {"id": f"chatcmpl-{reference}", "object": kind, "created": int(time.time()), "model": asked.model}
-
-
-def _call(id_: str, name: str, arguments: str) -> JsonObject:
-    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 def _log_probs(finished: FinishedTurn) -> JsonObject | None:

@@ -1,75 +1,39 @@
-"""The interface of a dialect: a pure translator between a client's API and the server, without sockets or sessions.
+"""The base of dialects: pure translators between a client's API and the server, without sockets or sessions.
 
 Invariants: for any request body `asked` either returns or raises `Problem`, and raises nothing else. A streamed answer
 has the same content as the answer that `whole` returns at once.
+
+HTTP statuses make each API's clients retry or stop as intended. Invariant: a problem that a retry cannot solve is never
+408, 409, 429 or 5xx and carries `x-should-retry: false`, so that an agent stops at once and does not spend minutes of
+its sandbox on retries. The reaction of clients to each status was tested with Claude Code and Codex, and read in the
+sources of mini-swe-agent and Qwen Code:
+
+- Claude Code (messages) and Codex (responses) retry after 401, Claude Code without a stream after 404: always 400.
+- mini-swe-agent (chat) retries after 400, ten times, but not after 401, 404 or a prompt that is too long, nor do
+  Qwen Code and, as it seems, opencode: a session that is over is "not found" there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
-from typing import Protocol
 
 from slime.agent.messages import TurnRequest
-from slime.models.parsers.events import Event, ParsedOutput
-from slime.storage.json_types import JsonObject
-
-
-class Kind(StrEnum):
-    """The reasons for which a request gets no turn."""
-
-    NO_SESSION = "no_session"  # no key, or a key that has no session
-    CLOSED = "closed"  # the session was finished or dropped
-    TURN_LIMIT = "turn_limit"
-    TOKEN_LIMIT = "token_limit"  # the session has sampled its maximum number of tokens
-    DEADLINE = "deadline"
-    TOO_LONG = "too_long"  # the prompt exceeds the context: `tokens` of at most `limit`
-    REFUSED = "refused"  # the template cannot be continued, or a fork with --strict-tokens
-    BAD_BODY = "bad_body"
-    UNKNOWN_MODEL = "unknown_model"
-    NO_PATH = "no_path"
-    ENGINE_FAILED = "engine_failed"  # a retry may succeed
-    FULL = "full"  # no capacity left: `retry_after_s` says when to retry
-    SHUTTING_DOWN = "shutting_down"
-
-
-class Problem(Exception):
-    """An error that is reported to the client in one sentence; `param` names the invalid field of a request body."""
-
-    def __init__(
-        self,
-        kind: Kind,
-        message: str,
-        *,
-        param: str | None = None,
-        tokens: int | None = None,
-        limit: int | None = None,
-        retry_after_s: float = 1.0,
-    ) -> None:
-        super().__init__(message)
-        self.kind = kind
-        self.message = message
-        self.param = param
-        self.tokens = tokens
-        self.limit = limit
-        self.retry_after_s = retry_after_s
-
-    def again(self) -> Problem:
-        """Copy the problem for another request: a raised exception holds references to the request that raised it."""
-        return Problem(
-            self.kind,
-            self.message,
-            param=self.param,
-            tokens=self.tokens,
-            limit=self.limit,
-            retry_after_s=self.retry_after_s,
-        )
-
-    @property
-    def is_retryable(self) -> bool:
-        """True if a retry of the same request may succeed. For all other kinds a client must not retry."""
-        return self.kind in (Kind.ENGINE_FAILED, Kind.FULL)
+from slime.agent.server.dialects.errors import Kind, Problem, openai_error
+from slime.models.parsers.events import (
+    CallArguments,
+    CallBegun,
+    CallEnded,
+    Event,
+    IllFormed,
+    ParsedOutput,
+    Reasoning,
+    Text,
+)
+from slime.storage.json_types import JsonMapping, JsonObject
 
 
 @dataclass(frozen=True)
@@ -124,53 +88,128 @@ class FinishedTurn:
     usage: Usage
     log_probs: Sequence[TokenLogProb] | None = None
 
+    @property
+    def is_cut(self) -> bool:
+        """True for a turn that was cut off, even inside a call."""
+        return self.finish_reason in ("length", "abort")
 
-class StreamWriter(Protocol):
-    """Encodes one streamed answer as bytes: `begin`, then events and keep-alives, then `end` or `problem`."""
 
+class StreamWriter(ABC):
+    """Encodes one streamed answer as server-sent events: `begin`, then events and keep-alives, then `end` or `problem`.
+
+    Invariants: text is sent as it is sampled, a call only when it has ended. A call that breaks off or cannot be parsed
+    becomes text; a client that had seen its beginning would run it, or send back a call that its session does not hold.
+    White space alone is never a block of its own: it is held back until text of the same kind follows, and dropped if
+    none follows before the next block. No client keeps a message of white space; several refuse one.
+    """
+
+    def __init__(self, asked: Asked, turn_ref: str) -> None:
+        self._asked, self._reference = asked, turn_ref
+        self._inside: type | None = None
+        self._waiting_for: type | None = None
+        self._blank = ""
+        self._begun: dict[int, CallBegun] = {}
+        self._arguments: dict[int, list[str]] = {}
+
+    @abstractmethod
     def begin(self) -> bytes: ...
 
-    def event(self, event: Event) -> bytes:
-        """Encode new model output; returns b"" if the output is held back."""
-        ...
+    @abstractmethod
+    def encode(self, shown: Event) -> bytes:
+        """Encode text that is not blank, or the beginning or all arguments of a call that has ended."""
+
+    @abstractmethod
+    def end(self, finished: FinishedTurn) -> bytes: ...
+
+    @abstractmethod
+    def problem(self, problem: Problem) -> bytes:
+        """Encode the end of a stream that fails after its beginning was sent."""
 
     def keep_alive(self) -> bytes:
         """Encode a keep-alive, which is valid at any point of the stream."""
-        ...
+        return b": waiting\n\n"
 
-    def end(self, finished: FinishedTurn) -> bytes: ...
+    def event(self, event: Event) -> bytes:
+        """Encode new model output; returns b"" if the output is held back."""
+        if type(event) is self._inside:
+            assert isinstance(event, Reasoning | Text)
+            return self.encode(event) if event.text else b""
+        return b"".join(map(self.encode, self._released(event)))
 
-    def problem(self, problem: Problem) -> bytes:
-        """Encode the end of a stream that fails after its beginning was sent."""
-        ...
+    def _released(self, event: Event) -> Iterator[Event]:
+        match event:
+            case Reasoning() | Text():
+                kind = type(event)
+                if self._waiting_for is not kind:
+                    self._blank = ""
+                self._waiting_for = kind
+                text = self._blank + event.text
+                if not text.strip():
+                    self._blank = text
+                    return
+                self._inside, self._blank = kind, ""
+                yield kind(text)
+            case CallBegun():
+                self._begun[event.index], self._arguments[event.index] = event, []
+            case CallArguments():
+                self._arguments[event.index].append(event.text)
+            case CallEnded():
+                self._inside, self._blank = None, ""
+                yield self._begun[event.index]
+                yield CallArguments(event.index, "".join(self._arguments[event.index]))
+            case IllFormed():
+                pass  # the call follows as text
 
 
-class Dialect(Protocol):
-    """An API that clients use. Header names are case-insensitive."""
+class Dialect(ABC):
+    """An API that clients use."""
 
     name: str
     paths: tuple[str, ...]  # of POST requests
+    writer: type[StreamWriter]
+    """The writer for the stream of an answer, whose turn will be recorded under this id."""
+    statuses: Mapping[Kind, int] = {Kind.NO_PATH: 404, Kind.ENGINE_FAILED: 500, Kind.FULL: 429}
+    """The HTTP status of each problem; 400 for all others."""
 
-    def key(self, headers: Mapping[str, str]) -> str | None:
-        """The session key: the first present of bearer token, `x-api-key`, `x-slime-session` and `x-session-id`."""
-        ...
-
-    def asked(self, path: str, body: object, headers: Mapping[str, str]) -> Asked:
+    @abstractmethod
+    def asked(self, path: str, body: object) -> Asked:
         """Translate a request; `body` is the parsed JSON, of any type. Raises `Problem`."""
-        ...
 
-    def writer(self, asked: Asked, turn_ref: str) -> StreamWriter:
-        """A writer for the stream of this answer; its turn will be recorded under the id `turn_ref`."""
-        ...
-
+    @abstractmethod
     def whole(self, asked: Asked, finished: FinishedTurn) -> JsonObject:
         """The complete, non-streamed answer, as JSON values."""
-        ...
 
+    @abstractmethod
     def counted(self, tokens: int) -> JsonObject:
         """The answer to a `count_only` request."""
-        ...
+
+    def error(self, problem: Problem) -> JsonObject:
+        """The body of an error response."""
+        return openai_error(problem)
 
     def problem(self, problem: Problem) -> tuple[int, dict[str, str], JsonObject]:
         """Status, headers and body of an error; they make a client stop at once, or retry if a retry may succeed."""
-        ...
+        headers = {"x-should-retry": "true" if problem.is_retryable else "false"}
+        if problem.kind is Kind.FULL:
+            headers["Retry-After"] = str(max(1, math.ceil(problem.retry_after_s)))
+        return self.statuses.get(problem.kind, 400), headers, self.error(problem)
+
+
+def ascii_json(value: object) -> str:
+    """Encode JSON in ASCII, so that no client takes a character of the text for the end of a line."""
+    return json.dumps(value, separators=(",", ":"))
+
+
+def sse_data(value: JsonMapping) -> bytes:
+    """Encode a server-sent event without a name."""
+    return f"data: {ascii_json(value)}\n\n".encode()
+
+
+def sse_named(value: JsonMapping) -> bytes:
+    """Encode an event whose name is its type, as in the Responses and the Messages API."""
+    return f"event: {value['type']}\ndata: {ascii_json(value)}\n\n".encode()
+
+
+def has_visible_text(text: str | None) -> bool:
+    """True if a non-streamed answer includes this text; a stream holds back the same text."""
+    return bool(text and text.strip())

@@ -1,52 +1,61 @@
-"""Error responses of each dialect, with HTTP statuses that make its clients retry or stop as intended.
-
-Invariant: a problem that a retry cannot solve is never 408, 409, 429 or 5xx and carries `x-should-retry: false`, so
-that an agent stops at once and does not spend minutes of its sandbox on retries. The reaction of clients to each status
-was tested with Claude Code and Codex, and read in the sources of mini-swe-agent and Qwen Code:
-
-- Claude Code (messages) and Codex (responses) retry after 401, Claude Code without a stream after 404: always 400.
-- mini-swe-agent (chat) retries after 400, ten times, but not after 401, 404 or a prompt that is too long, nor do
-  Qwen Code and, as it seems, opencode: a session that is over is "not found" there.
-"""
+"""Problems that are reported to clients, and the messages, types and codes with which each API reports them."""
 
 from __future__ import annotations
 
-import math
+from enum import StrEnum
 
-from slime.agent.server.dialects.dialect import Kind, Problem
 from slime.agent.session.limits import LimitReached, PromptExceedsContext, SessionClosed, SessionRefusal
+from slime.models.openai_api import error_json
 from slime.storage.json_types import JsonObject
 
-ErrorResponse = tuple[int, dict[str, str], JsonObject]
 
-_CHAT_STATUS = {
-    Kind.NO_SESSION: 401,
-    Kind.CLOSED: 404,
-    Kind.TURN_LIMIT: 404,
-    Kind.TOKEN_LIMIT: 404,
-    Kind.DEADLINE: 404,
-    Kind.REFUSED: 404,
-    Kind.UNKNOWN_MODEL: 404,
-    Kind.NO_PATH: 404,
-    Kind.SHUTTING_DOWN: 404,
-    Kind.ENGINE_FAILED: 500,
-    Kind.FULL: 429,
-}
-_OTHER_STATUS = {Kind.NO_PATH: 404, Kind.ENGINE_FAILED: 500, Kind.FULL: 429}
-_CODES = {
-    Kind.NO_SESSION: "invalid_api_key",
-    Kind.TOO_LONG: "context_length_exceeded",
-    Kind.UNKNOWN_MODEL: "model_not_found",
-    Kind.NO_PATH: "unknown_url",
-    Kind.ENGINE_FAILED: "server_error",
-    Kind.FULL: "rate_limit_exceeded",
-}
-_OPENAI_TYPES = {Kind.ENGINE_FAILED: "server_error", Kind.FULL: "rate_limit_error"}
-_ANTHROPIC_TYPES = {
-    Kind.NO_PATH: "not_found_error",
-    Kind.ENGINE_FAILED: "api_error",
-    Kind.FULL: "rate_limit_error",
-}
+class Kind(StrEnum):
+    """The reasons for which a request gets no turn."""
+
+    NO_SESSION = "no_session"  # no key, or a key that has no session
+    CLOSED = "closed"  # the session was finished or dropped
+    TURN_LIMIT = "turn_limit"
+    TOKEN_LIMIT = "token_limit"  # the session has sampled its maximum number of tokens
+    DEADLINE = "deadline"
+    TOO_LONG = "too_long"  # the prompt exceeds the context: `tokens` of at most `limit`
+    REFUSED = "refused"  # the template cannot be continued, or a fork with --strict-tokens
+    BAD_BODY = "bad_body"
+    UNKNOWN_MODEL = "unknown_model"
+    NO_PATH = "no_path"
+    ENGINE_FAILED = "engine_failed"  # a retry may succeed
+    FULL = "full"  # no capacity left: `retry_after_s` says when to retry
+    SHUTTING_DOWN = "shutting_down"
+
+
+class Problem(Exception):
+    """An error that is reported to the client in one sentence; `param` names the invalid field of a request body."""
+
+    def __init__(
+        self,
+        kind: Kind,
+        message: str,
+        *,
+        param: str | None = None,
+        tokens: int | None = None,
+        limit: int | None = None,
+        retry_after_s: float = 1.0,
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.message = message
+        self.param = param
+        self.tokens = tokens
+        self.limit = limit
+        self.retry_after_s = retry_after_s
+
+    def again(self) -> Problem:
+        """Copy the problem for another request: a raised exception holds references to the request that raised it."""
+        return Problem(**vars(self))
+
+    @property
+    def is_retryable(self) -> bool:
+        """True if a retry of the same request may succeed. For all other kinds a client must not retry."""
+        return self.kind in (Kind.ENGINE_FAILED, Kind.FULL)
 
 
 _LIMITS = {"turns": Kind.TURN_LIMIT, "tokens": Kind.TOKEN_LIMIT, "deadline": Kind.DEADLINE, "context": Kind.TOO_LONG}
@@ -64,22 +73,25 @@ def refusal_problem(refusal: SessionRefusal) -> Problem:
     return Problem(Kind.REFUSED, str(refusal))
 
 
-def chat_problem(problem: Problem) -> ErrorResponse:
-    return _CHAT_STATUS.get(problem.kind, 400), _headers(problem), {"error": openai_error(problem)}
-
-
-def responses_problem(problem: Problem) -> ErrorResponse:
-    return _OTHER_STATUS.get(problem.kind, 400), _headers(problem), {"error": openai_error(problem)}
-
-
-def messages_problem(problem: Problem) -> ErrorResponse:
-    return _OTHER_STATUS.get(problem.kind, 400), _headers(problem), anthropic_error(problem)
+_CODES = {
+    Kind.NO_SESSION: "invalid_api_key",
+    Kind.TOO_LONG: "context_length_exceeded",
+    Kind.UNKNOWN_MODEL: "model_not_found",
+    Kind.NO_PATH: "unknown_url",
+    Kind.ENGINE_FAILED: "server_error",
+    Kind.FULL: "rate_limit_exceeded",
+}
+_OPENAI_TYPES = {Kind.ENGINE_FAILED: "server_error", Kind.FULL: "rate_limit_error"}
+_ANTHROPIC_TYPES = {
+    Kind.NO_PATH: "not_found_error",
+    Kind.ENGINE_FAILED: "api_error",
+    Kind.FULL: "rate_limit_error",
+}
 
 
 def openai_error(problem: Problem) -> JsonObject:
     kind = _OPENAI_TYPES.get(problem.kind, "invalid_request_error")
-    code = _CODES.get(problem.kind, str(problem.kind))
-    return {"message": openai_message(problem), "type": kind, "param": problem.param, "code": code}
+    return error_json(openai_message(problem), kind, problem.param, _CODES.get(problem.kind, str(problem.kind)))
 
 
 def openai_message(problem: Problem) -> str:
@@ -105,10 +117,3 @@ def stream_code(problem: Problem) -> str:
     if problem.is_retryable:
         return _CODES[problem.kind]
     return "context_length_exceeded" if problem.kind is Kind.TOO_LONG else "invalid_prompt"
-
-
-def _headers(problem: Problem) -> dict[str, str]:
-    headers = {"x-should-retry": "true" if problem.is_retryable else "false"}
-    if problem.kind is Kind.FULL:
-        headers["Retry-After"] = str(max(1, math.ceil(problem.retry_after_s)))
-    return headers

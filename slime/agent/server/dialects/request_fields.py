@@ -1,4 +1,4 @@
-"""Validates and reads the fields of request bodies, which may be JSON values of any type.
+"""Fields of clients' request bodies, and the conversion of their contents to messages, tools and calls.
 
 Invariants: an invalid value raises one `Problem` that names its place, and nothing else is raised. No returned text has
 half a surrogate pair, which no tokenizer accepts.
@@ -8,24 +8,16 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from slime.agent.messages import Message
-from slime.agent.server.dialects.dialect import Kind, Problem
-from slime.storage.json_types import JsonMapping, JsonObject
+from slime.agent.server.dialects.errors import Kind, Problem
+from slime.models.openai_api import Field
+from slime.storage.json_types import JsonObject
 
 DEPTH = 64  # maximum nesting of a tool's schema, which is walked recursively
-
-
-def bad_field(where: str, why: str) -> Problem:
-    return Problem(Kind.BAD_BODY, f"{where}: {why}", param=where)
-
-
-def media_problem(where: str, kind: str) -> Problem:
-    return bad_field(
-        where, f"this model reads text only, and {kind!r} is not text: leave it out, or describe it in words"
-    )
+_TYPES = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
 
 
 def replace_surrogates(text: str) -> str:
@@ -37,116 +29,106 @@ def replace_surrogates(text: str) -> str:
     return text
 
 
-def require_object(value: object, where: str) -> JsonMapping:
-    if not isinstance(value, dict):
-        raise bad_field(where, f"must be an object, not {_json_type(value)}")
-    return value
+class BodyField(Field):
+    """A JSON value of a client's request body."""
 
+    __slots__ = ()
 
-def require_list(value: object, where: str) -> list[object]:
-    if not isinstance(value, list):
-        raise bad_field(where, f"must be a list, not {_json_type(value)}")
-    return value
+    def bad(self, why: str) -> Problem:
+        return Problem(Kind.BAD_BODY, f"{self.path}: {why}", param=self.path)
 
+    @staticmethod
+    def described(value: object) -> str:
+        return _TYPES.get(type(value), "nothing")
 
-def require_text(value: object, where: str) -> str:
-    if not isinstance(value, str):
-        raise bad_field(where, f"must be a string, not {_json_type(value)}")
-    return replace_surrogates(value)
+    def text_of(self, value: str) -> str:
+        return replace_surrogates(value)
 
+    def refuse_unknown_fields(self, used: Collection[str], neutral: Collection[str]) -> None:
+        """Refuse unknown fields, unless they are null, false or empty and so have no effect."""
+        for name, value in self.object().items():
+            if name not in used and name not in neutral and value not in (None, [], {}, "", False):
+                given = BodyField(value, replace_surrogates(str(name)))
+                raise given.bad("this field is not known here: leave it out of the request")
 
-def require_name(value: object, where: str) -> str:
-    if not require_text(value, where).strip():
-        raise bad_field(where, "must not be empty")
-    return replace_surrogates(str(value))
+    def text_or_texts(self) -> list[str]:
+        return [self.text()] if isinstance(self.value, str) else self.texts()
 
+    def sampling_params(self, numbers: Iterable[str], counts: Mapping[str, tuple[str, int]]) -> JsonObject:
+        """The given sampling parameters, by SGLang's names: `numbers`, and `counts` with their least values."""
+        params: JsonObject = {}
+        for name in numbers:
+            if (number := self[name].number()) is not None:
+                params[name] = number
+        for name, (ours, least) in counts.items():
+            if (count := self[name].whole(least)) is not None:
+                params[ours] = count
+        return params
 
-def text_field(values: JsonMapping, name: str, where: str) -> str | None:
-    value = values.get(name)
-    return None if value is None else require_text(value, f"{where}.{name}" if where else name)
+    def content(self, kinds: Collection[str], between: str = "\n") -> str:
+        """Content as one text: a string, null, or a list of text parts. A single part equals its text."""
+        if self.value is None or isinstance(self.value, str):
+            return self.text("")
+        return between.join(part.part(kinds) for part in self.items())
 
+    def part(self, kinds: Collection[str]) -> str:
+        """The text of one content part; its type must be one of `kinds`."""
+        if isinstance(self.value, str):
+            return self.text()
+        kind = self["type"].text()
+        if kind not in kinds:
+            raise self["type"].bad(
+                f"this model reads text only, and {kind!r} is not text: leave it out, or describe it in words"
+            )
+        return self["refusal" if kind == "refusal" else "text"].text()
 
-def flag_field(body: JsonMapping, name: str, default: bool) -> bool:
-    value = body.get(name)
-    if value is None:
-        return default
-    if not isinstance(value, bool):
-        raise bad_field(name, f"must be true or false, not {_json_type(value)}")
-    return value
+    def result(self, kinds: Collection[str]) -> str:
+        """The result of a tool call as text. Pictures are replaced by a note: the agent did not choose to get them."""
+        if not isinstance(self.value, list):
+            return self.content(kinds)
+        texts = []
+        for part in self.items():
+            kind = part.value.get("type") if isinstance(part.value, dict) else None
+            if isinstance(kind, str) and kind not in kinds:
+                texts.append(f"[{replace_surrogates(kind)} left out: this model reads text only]")
+            else:
+                texts.append(part.part(kinds))
+        return "\n".join(texts)
 
+    def json_text(self) -> str:
+        """The arguments of a call as JSON text: text stays unchanged, a value is encoded."""
+        if self.value is None or self.value == "":
+            return "{}"
+        return self.text() if isinstance(self.value, str) else json.dumps(self.plain(), ensure_ascii=False)
 
-def number_field(body: JsonMapping, name: str) -> float | None:
-    value = body.get(name)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise bad_field(name, f"must be a number, not {_json_type(value)}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise bad_field(name, "must be a finite number")
-    return number
+    def plain(self) -> object:
+        """Copy the value with clean texts; refuses non-finite numbers and more than `DEPTH` levels."""
 
+        def copied(value: object, depth: int) -> object:
+            if depth > DEPTH:
+                raise self.bad(f"is nested more than {DEPTH} deep")
+            if isinstance(value, str):
+                return replace_surrogates(value)
+            if isinstance(value, dict):
+                return {replace_surrogates(str(name)): copied(entry, depth + 1) for name, entry in value.items()}
+            if isinstance(value, list):
+                return [copied(entry, depth + 1) for entry in value]
+            if isinstance(value, float) and not math.isfinite(value):
+                raise self.bad("holds a number that is not finite")
+            return value
 
-def int_field(body: JsonMapping, name: str, least: int) -> int | None:
-    if number_field(body, name) is None:
-        return None
-    value = body[name]
-    if value != int(value) or not least <= value < 2**63:
-        raise bad_field(name, f"must be a whole number of at least {least}")
-    return int(value)
+        return copied(self.value, 0)
 
-
-def texts(value: object, where: str) -> list[str]:
-    """A string, or a list of strings."""
-    if isinstance(value, str):
-        return [replace_surrogates(value)]
-    return [require_text(entry, f"{where}[{i}]") for i, entry in enumerate(require_list(value, where))]
-
-
-def refuse_unknown_fields(body: JsonMapping, used: Collection[str], neutral: Collection[str]) -> None:
-    """Refuse unknown fields, unless they are null, false or empty and so have no effect."""
-    for name, value in body.items():
-        if name not in used and name not in neutral and value not in (None, [], {}, "", False):
-            raise bad_field(replace_surrogates(str(name)), "this field is not known here: leave it out of the request")
-
-
-def part_text(part: object, where: str, kinds: Collection[str]) -> str:
-    """The text of one content part; its type must be one of `kinds`."""
-    if isinstance(part, str):
-        return replace_surrogates(part)
-    fields = require_object(part, where)
-    kind = require_text(fields.get("type"), f"{where}.type")
-    if kind not in kinds:
-        raise media_problem(f"{where}.type", kind)
-    name = "refusal" if kind == "refusal" else "text"
-    return require_text(fields.get(name), f"{where}.{name}")
-
-
-def content_text(content: object, where: str, kinds: Collection[str], between: str = "\n") -> str:
-    """Content as one text: a string, null, or a list of text parts. A single part equals its text."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return replace_surrogates(content)
-    parts = enumerate(require_list(content, where))
-    return between.join(part_text(part, f"{where}[{i}]", kinds) for i, part in parts)
-
-
-def result_text(content: object, where: str, kinds: Collection[str]) -> str:
-    """The result of a tool call as one text. Pictures are replaced by a note: the agent did not choose to get them."""
-    if not isinstance(content, list):
-        return content_text(content, where, kinds)
-    texts = []
-    for i, part in enumerate(content):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind not in kinds:
-            texts.append(f"[{replace_surrogates(kind)} left out: this model reads text only]")
-        else:
-            texts.append(part_text(part, f"{where}[{i}]", kinds))
-    return "\n".join(texts)
+    def function_tool(self, name: str, schema: BodyField) -> JsonObject:
+        """This tool in the form that chat templates read, under the name `name`."""
+        function: JsonObject = {"name": name}
+        if "description" in self:
+            function["description"] = self["description"].text()
+        function["parameters"] = {"type": "object", "properties": {}}
+        if schema.value is not None:
+            schema.object()
+            function["parameters"] = schema.plain()
+        return {"type": "function", "function": function}
 
 
 def add_message(messages: list[Message], message: Message) -> None:
@@ -177,50 +159,6 @@ def parsed_arguments(arguments: str) -> JsonObject:
     return value if isinstance(value, dict) else {}
 
 
-def as_json_text(value: object, where: str) -> str:
-    """The arguments of a call as JSON text: text stays unchanged, a value is encoded."""
-    if value is None or value == "":
-        return "{}"
-    return replace_surrogates(value) if isinstance(value, str) else json.dumps(plain(value, where), ensure_ascii=False)
-
-
-def plain(value: object, where: str, depth: int = 0) -> object:
-    """Copy a JSON value with clean texts; refuses non-finite numbers and more than `DEPTH` levels."""
-    if depth > DEPTH:
-        raise bad_field(where, f"is nested more than {DEPTH} deep")
-    if isinstance(value, str):
-        return replace_surrogates(value)
-    if isinstance(value, dict):
-        return {replace_surrogates(str(name)): plain(entry, where, depth + 1) for name, entry in value.items()}
-    if isinstance(value, list):
-        return [plain(entry, where, depth + 1) for entry in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        raise bad_field(where, "holds a number that is not finite")
-    return value
-
-
-def function_tool(name: object, description: object, parameters: object, where: str) -> JsonObject:
-    """A tool in the form that chat templates read."""
-    function: JsonObject = {"name": require_name(name, f"{where}.name")}
-    if description is not None:
-        function["description"] = require_text(description, f"{where}.description")
-    schema = {"type": "object", "properties": {}} if parameters is None else parameters
-    function["parameters"] = plain(dict(require_object(schema, f"{where}.parameters")), f"{where}.parameters")
-    return {"type": "function", "function": function}
-
-
-def function_names(tools: Collection[JsonMapping]) -> set[str]:
-    return {tool["function"]["name"] for tool in tools}
-
-
-def named_tool_choice(name: object, tools: Collection[JsonMapping]) -> str:
-    """The name in a tool choice; it must be the name of one of `tools`."""
-    text = require_name(name, "tool_choice")
-    if text not in function_names(tools):
-        raise bad_field("tool_choice", f"there is no tool {text!r} in this request")
-    return text
-
-
 def choice_notes(choice: str) -> tuple[str, ...]:
     """Notes about a tool choice that is not applied, because forced tokens would not be sampled tokens."""
     if choice in ("auto", "none"):
@@ -229,14 +167,9 @@ def choice_notes(choice: str) -> tuple[str, ...]:
 
 
 def session_key(headers: Mapping[str, str]) -> str | None:
-    """The session key, from any of the headers that may carry it."""
+    """The session key: the first present of bearer token, `x-api-key`, `x-slime-session` and `x-session-id`."""
     lower = {name.lower(): value.strip() for name, value in headers.items()}
     scheme, _, token = lower.get("authorization", "").partition(" ")
     if scheme.lower() == "bearer" and token.strip():
         return token.strip()
     return next((lower[name] for name in ("x-api-key", "x-slime-session", "x-session-id") if lower.get(name)), None)
-
-
-def _json_type(value: object) -> str:
-    names = {bool: "a boolean", int: "a number", float: "a number", str: "a string", list: "a list", dict: "an object"}
-    return names.get(type(value), "nothing")

@@ -18,7 +18,16 @@ from aiohttp import web
 
 from slime.agent.adapters.common import DEFAULT_SID, Session
 from slime.agent.server.app import answer_stream, answer_whole, json_response
-from slime.agent.server.dialects import Asked, Dialect, Kind, Problem, dialect_of, models_body, refusal_problem
+from slime.agent.server.dialects import (
+    Asked,
+    Dialect,
+    Kind,
+    Problem,
+    dialect_of,
+    models_body,
+    refusal_problem,
+    session_key,
+)
 from slime.agent.server.request_limits import INLINE_BODY_BYTES, Intake
 from slime.agent.server.sessions import OpenSession, Sessions
 from slime.agent.server.settings import Opening
@@ -144,7 +153,7 @@ class BaseAdapter:
 
     def _translate(self, dialect: Dialect, request: web.Request, body: Mapping[str, Any]) -> Asked:
         """Parse the client's request; raises `Problem`."""
-        return dialect.asked(request.path, body, request.headers)
+        return dialect.asked(request.path, body)
 
     def _build_reply(self, dialect: Dialect, problem: Problem) -> web.Response:
         """Build the error response of a request without a turn."""
@@ -165,7 +174,7 @@ class BaseAdapter:
 
     async def _post(self, dialect: Dialect, request: web.Request) -> web.StreamResponse:
         try:
-            intake = self._intake_of(dialect.key(request.headers))
+            intake = self._intake_of(session_key(request.headers))
             with intake.request() as room:
                 raw = await room.body(request, is_decompressed=True)
                 is_small = len(raw) <= INLINE_BODY_BYTES

@@ -5,7 +5,8 @@ Invariant: every error has OpenAI's shape: `{"error": {message, type, param, cod
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+import re
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from http import HTTPStatus
 
@@ -13,65 +14,25 @@ import orjson
 from aiohttp import web
 
 from slime.engine.embedded.errors import BadRequest, RequestFailed, shown
-from slime.storage.json_types import JsonMapping, JsonObject
+from slime.models.openai_api import Field, error_json
+from slime.storage.json_types import JsonObject
 
 
-class Fields:
-    """A JSON object from a client, read field by field with a required type.
+class RequestField(Field):
+    """A JSON value of a request body; its errors name the outermost field as their `param`."""
 
-    Invariant: a method returns a value of its type, or raises a `BadRequest` that names the field. An absent field and
-    a null one mean the same.
-    """
+    __slots__ = ()
 
-    def __init__(self, body: object) -> None:
-        if not isinstance(body, Mapping):
-            raise BadRequest("the body must be a JSON object")
-        self.body: JsonMapping = body
+    def bad(self, why: str) -> BadRequest:
+        found = re.match(r"\w+", self.path)
+        return BadRequest(f"{self.path} {why}", found[0] if found and self._inside else None)
 
-    def __contains__(self, name: str) -> bool:
-        return self.body.get(name) is not None
+    def must_be(self, expected: str) -> Exception:
+        return self.bad(f"is missing: give {expected}") if self.value is None else super().must_be(expected)
 
-    def string(self, name: str, default: str | None = None) -> str:
-        value = self.optional_string(name)
-        if value is None:
-            if default is None:
-                raise BadRequest(f"{name} is missing: give a string", name)
-            return default
-        return value
-
-    def optional_string(self, name: str) -> str | None:
-        value = self.body.get(name)
-        if value is not None and not isinstance(value, str):
-            raise BadRequest(f"{name} must be a string, not {shown(value)}", name)
-        return value
-
-    def flag(self, name: str, *, default: bool = False) -> bool:
-        value = self.body.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise BadRequest(f"{name} must be true or false, not {shown(value)}", name)
-        return default if value is None else value
-
-    def integer(self, name: str, default: int | None = None, *, low: int, high: int) -> int:
-        value = self.body.get(name)
-        if value is None and default is not None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise BadRequest(f"{name} must be an integer, not {shown(value)}", name)
-        if not low <= value <= high:
-            raise BadRequest(f"{name} must be between {low} and {high}, not {shown(value)}", name)
-        return value
-
-    def strings(self, name: str) -> list[str]:
-        value = self.body.get(name)
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise BadRequest(f"{name} must be a list of strings, not {shown(value)}", name)
-        return value
-
-    def one_of(self, name: str, known: tuple[str, ...], default: str) -> str:
-        value = self.string(name, default)
-        if value not in known:
-            raise BadRequest(f"{name} must be one of {', '.join(known)}, not {shown(value)}", name)
-        return value
+    @staticmethod
+    def described(value: object) -> str:
+        return shown(value)
 
 
 _ERROR_TYPES = {
@@ -83,15 +44,16 @@ _ERROR_TYPES = {
 }
 
 
-async def json_body(request: web.Request, *, optional: bool = False) -> Fields:
+async def json_body(request: web.Request, *, optional: bool = False) -> RequestField:
     """Parse the JSON object in a body; numbers are finite, integers have 64 bits, nesting is bounded."""
     raw = await request.read()
-    if not raw and optional:
-        return Fields({})
     try:
-        return Fields(orjson.loads(raw))
+        body = {} if not raw and optional else orjson.loads(raw)
     except orjson.JSONDecodeError as cause:
         raise BadRequest(f"the body is not JSON: {cause}") from cause
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    return RequestField(body)
 
 
 def json_answer(payload: object, status: int = 200) -> web.Response:
@@ -100,7 +62,7 @@ def json_answer(payload: object, status: int = 200) -> web.Response:
 
 def error_body(status: int, message: str, param: str | None = None) -> JsonObject:
     kind = _ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    return error_json(message, kind, param, status)
 
 
 def error_answer(status: int, message: str, param: str | None = None) -> web.Response:

@@ -15,7 +15,7 @@ import inspect
 import itertools
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -27,11 +27,12 @@ from jinja2.exceptions import TemplateError
 from slime.data.chat_template import is_conversation, normalize_messages
 from slime.engine.embedded.errors import BadRequest, is_neutral, shown
 from slime.engine.embedded.http.async_engine import EngineBridge
-from slime.engine.embedded.http.http_io import Fields, event_stream, json_answer, json_body, send_event
+from slime.engine.embedded.http.http_io import RequestField, event_stream, json_answer, json_body, send_event
 from slime.engine.embedded.http.requests import GenerateRequest, parse_generate
 from slime.engine.embedded.http.responses import OutputPiece, whole
 from slime.engine.embedded.scheduler import Sequence as EngineSequence
 from slime.errors import UserError
+from slime.models.openai_api import call_json, function_names, usage_json
 from slime.models.parsers.events import (
     CallArguments,
     CallBegun,
@@ -65,91 +66,72 @@ _CHANGES_TOKENS = {"response_format", "best_of", "length_penalty", "use_beam_sea
 _MOST_TOKENS = 1 << 31
 
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, fields: Fields) -> str:
+def render_chat(tokenizer: PreTrainedTokenizerBase, fields: RequestField) -> str:
     """Render the prompt of a chat request, up to where the assistant's message begins."""
     if tokenizer.chat_template is None:
         raise BadRequest("this model's tokenizer has no chat template: use /v1/completions or /generate")
     if "chat_template" in fields:
         raise BadRequest("chat_template: this engine uses the model's own template", "chat_template")
     messages, tools = _messages(fields), _tools(fields)
-    extra = fields.body.get("chat_template_kwargs") or {}
-    if not isinstance(extra, Mapping):
-        raise BadRequest(f"chat_template_kwargs must be an object, not {shown(extra)}", "chat_template_kwargs")
+    extra = fields["chat_template_kwargs"].object(optional=True)
     reserved = {*inspect.signature(tokenizer.apply_chat_template).parameters, "messages"}
     if taken := sorted(reserved & extra.keys()):
-        raise BadRequest(f"chat_template_kwargs may not set {taken[0]}", "chat_template_kwargs")
+        raise fields["chat_template_kwargs"].bad(f"may not set {taken[0]}")
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False, **extra)
     except (TemplateError, TypeError, KeyError, ValueError, AttributeError, RecursionError) as cause:
         raise BadRequest(f"the chat template refused the messages: {cause}", "messages") from cause
 
 
-def _messages(fields: Fields) -> list[JsonObject]:
-    """Return the messages with the arguments of tool calls as objects, which templates read, not as JSON text."""
-    messages = fields.body.get("messages")
-    if not isinstance(messages, list) or not is_conversation(messages):
-        raise BadRequest("messages must be a non-empty list of objects with a role", "messages")
+def _messages(fields: RequestField) -> list[JsonObject]:
+    """Return the messages with the arguments of tool calls as objects, which templates read, not as JSON text.
+
+    Arguments that are not the text of an object stay the text that the model wrote.
+    """
+    messages = fields["messages"].value
+    if not is_conversation(messages):
+        raise fields["messages"].bad("must be a non-empty list of objects with a role")
     try:
         checked = normalize_messages(messages, "messages")
     except UserError as cause:
         raise BadRequest(str(cause), "messages") from cause
     rendered = []
-    for message in checked:
-        calls = message.get("tool_calls")
-        if calls is None:
-            rendered.append(message)
-            continue
-        if not isinstance(calls, list):
-            raise BadRequest(f"tool_calls must be a list, not {shown(calls)}", "messages")
-        rendered.append({**message, "tool_calls": [_call(call) for call in calls]})
+    for message, given in zip(checked, fields["messages"].items(), strict=True):
+        calls = []
+        for call in given["tool_calls"].items() if "tool_calls" in given else ():
+            function = call["function"]
+            function["name"].text()
+            arguments = function["arguments"].value
+            if isinstance(arguments, str):
+                with suppress(orjson.JSONDecodeError):
+                    value = orjson.loads(arguments)
+                    arguments = value if isinstance(value, dict) else arguments
+            elif arguments is not None and not isinstance(arguments, dict):
+                raise function["arguments"].must_be("JSON text")
+            calls.append({**call.object(), "function": {**function.object(), "arguments": arguments}})
+        rendered.append({**message, "tool_calls": calls} if "tool_calls" in given else message)
     return rendered
 
 
-def _call(call: object) -> JsonObject:
-    """Parse the arguments of a tool call; invalid ones stay the text that the model wrote."""
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(call, Mapping) or not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise BadRequest(f"a tool call must have a function with a name, not {shown(call)}", "messages")
-    arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        with suppress(orjson.JSONDecodeError):
-            value = orjson.loads(arguments)
-            arguments = value if isinstance(value, dict) else arguments
-    elif arguments is not None and not isinstance(arguments, Mapping):
-        raise BadRequest(f"the arguments of a tool call must be JSON text, not {shown(arguments)}", "messages")
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def forced_call(fields: Fields) -> tuple[bool, str | None]:
+def forced_call(fields: RequestField) -> tuple[bool, str | None]:
     """Return whether the answer must be a tool call, and the tool's name if the request has one."""
-    choice, tools = fields.body.get("tool_choice"), _tools(fields)
-    if choice in (None, "auto", "none"):
+    choice, names = fields["tool_choice"], function_names(_tools(fields) or ())
+    name = choice.tool_choice(names, "function", nested=True)
+    if choice.value in (None, "auto", "none"):
         return False, None
-    function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
-    name = function.get("name") if isinstance(function, Mapping) else None
-    if choice != "required" and name not in [tool["function"]["name"] for tool in tools or ()]:
-        raise BadRequest(
-            f"tool_choice must be auto, none, required or one of the tools, not {shown(choice)}", "tool_choice"
-        )
-    if not tools:
-        raise BadRequest("tool_choice required: the request has no tools", "tool_choice")
-    return True, name
+    if not names:
+        raise choice.bad("required: the request has no tools")
+    return True, None if choice.value == "required" else name
 
 
-def _tools(fields: Fields) -> list[JsonMapping] | None:
+def _tools(fields: RequestField) -> list[JsonMapping] | None:
     """Return the tools for the chat template; None without tools, or if `tool_choice` is none."""
-    tools, choice = fields.body.get("tools"), fields.body.get("tool_choice")
-    if tools is None:
-        return None
-    if not isinstance(tools, list):
-        raise BadRequest(f"tools must be a list of functions, not {shown(tools)}", "tools")
+    tools = fields["tools"].items() if "tools" in fields else []
     for tool in tools:
-        function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise BadRequest(
-                f'a tool must be {{"type": "function", "function": {{"name": ...}}}}, not {shown(tool)}', "tools"
-            )
-    return None if choice == "none" else tools or None
+        if tool["type"].value != "function":
+            raise tool["type"].must_be('"function"')
+        tool["function"]["name"].text()
+    return None if fields["tool_choice"].value == "none" else [tool.object() for tool in tools] or None
 
 
 @dataclass(frozen=True)
@@ -173,14 +155,6 @@ class AnswerFormat:
         return ChatChoice(parser, parser.feed(self.opening))
 
 
-def choose_answer_format(formats: Formats, given: JsonMapping, *, separate_reasoning: bool) -> AnswerFormat:
-    """Choose how to parse the answers: calls in chats with tools, and reasoning if `separate_reasoning`."""
-    tools = [] if given.get("tool_choice") == "none" else given.get("tools") or []
-    if not tools:
-        formats = replace(formats, tool=None)
-    return AnswerFormat(formats if separate_reasoning else replace(formats, reasoning=None), tools)
-
-
 class ChatChoice:
     """One choice of an answer, parsed from its text; without a parser it has the text only."""
 
@@ -199,7 +173,8 @@ class ChatChoice:
         if output.calls:
             message["content"] = output.text or None
             message["tool_calls"] = [
-                _call_json(place, call.id, call.name, call.arguments) for place, call in enumerate(output.calls)
+                {"index": place, **call_json(call.id, call.name, call.arguments)}
+                for place, call in enumerate(output.calls)
             ]
         return message
 
@@ -211,7 +186,7 @@ class ChatChoice:
         calls: dict[int, JsonObject] = {}
         for event in events:
             if isinstance(event, CallBegun):
-                calls[event.index] = _call_json(event.index, event.id, event.name, "")
+                calls[event.index] = {"index": event.index, **call_json(event.id, event.name, "")}
             elif isinstance(event, CallArguments):
                 call = calls.setdefault(event.index, {"index": event.index, "function": {"arguments": ""}})
                 call["function"]["arguments"] += event.text
@@ -231,10 +206,6 @@ class ChatChoice:
         self._told.clear()
         self.calls += sum(isinstance(event, CallEnded) for event in events)
         return events
-
-
-def _call_json(index: int, id_: str, name: str, arguments: str) -> JsonObject:
-    return {"index": index, "id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 class OpenAIRoutes:
@@ -262,37 +233,40 @@ class OpenAIRoutes:
         ids, reading = await asyncio.to_thread(self._chat, body)  # long chats take long to render and encode
         return await self._complete(request, body, {"input_ids": ids}, reading)
 
-    def _chat(self, body: Fields) -> tuple[list[int], AnswerFormat]:
-        """Return the token ids of a chat's prompt, and how its answers are parsed."""
+    def _chat(self, body: RequestField) -> tuple[list[int], AnswerFormat]:
+        """Return the token ids of a chat's prompt, and how its answers are parsed.
+
+        Calls are parsed in chats with tools, reasoning with `separate_reasoning`.
+        """
         facts = self._engine.loaded
         prompt = render_chat(facts.tokenizer if facts.chat_tokenizer is None else facts.chat_tokenizer(), body)
-        separate = body.flag("separate_reasoning", default=True)
-        reading = choose_answer_format(self._engine.core.options.formats, body.body, separate_reasoning=separate)
-        begun = opens_reasoning(reading.formats, prompt)
-        reading = replace(reading, starts_in_reasoning=begun)
+        tools, formats = _tools(body) or [], self._engine.core.options.formats
+        formats = replace(
+            formats,
+            tool=formats.tool if tools else None,
+            reasoning=formats.reasoning if body["separate_reasoning"].flag(True) else None,
+        )
+        opening, begun = "", opens_reasoning(formats, prompt)
         is_forced, name = forced_call(body)
+        if is_forced and formats.tool is None:
+            raise body["tool_choice"].bad("must be auto or none in an engine without --tool-call-parser")
         if is_forced:
-            if reading.formats.tool is None:
-                raise BadRequest(
-                    "tool_choice must be auto or none in an engine without --tool-call-parser", "tool_choice"
-                )
-            opening = call_opening(reading.formats, name, starts_in_reasoning=begun)
-            reading = replace(reading, opening=opening)
-        return facts.encode(prompt + reading.opening, special=False), reading
+            opening = call_opening(formats, name, starts_in_reasoning=begun)
+        return facts.encode(prompt + opening, special=False), AnswerFormat(formats, tools, begun, opening)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
         body = await json_body(request)
-        prompt = body.body.get("prompt")
+        prompt = body["prompt"].value
         items = prompt if isinstance(prompt, list) else [prompt]
         if all(isinstance(item, str) for item in items):
             return await self._complete(request, body, {"text": prompt})
         if not isinstance(prompt, list):
-            raise BadRequest(f"prompt must be a string, token ids, or a list of them, not {shown(prompt)}", "prompt")
+            raise body["prompt"].bad(f"must be a string, token ids, or a list of them, not {shown(prompt)}")
         return await self._complete(request, body, {"input_ids": prompt})
 
-    def _parse(self, body: Fields, prompt: JsonObject, reading: AnswerFormat | None) -> list[GenerateRequest]:
+    def _parse(self, body: RequestField, prompt: JsonObject, reading: AnswerFormat | None) -> list[GenerateRequest]:
         """Convert a body to requests; refuses unknown fields that would change tokens, and notes the others."""
-        given = body.body
+        given = body.object()
         for name in sorted(given.keys() - _KNOWN_FIELDS):
             has_effect = not is_neutral(given[name]) and given[name] != _NEUTRAL.get(name)
             if name in _CHANGES_TOKENS and has_effect:
@@ -304,19 +278,19 @@ class OpenAIRoutes:
                 params[here] = given[name]
         room = self._engine.loaded.context_len
         limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-        params["max_new_tokens"] = body.integer(limit, room, low=0, high=_MOST_TOKENS)
+        params["max_new_tokens"] = body[limit].integer(room, low=0, high=_MOST_TOKENS)
         if reading is not None and reading.has_marks:
             params.setdefault("skip_special_tokens", False)  # the marks may be special tokens
         if reading is not None:
-            wants, top = body.flag("logprobs"), body.integer("top_logprobs", 0, low=0, high=128)
+            wants, top = body["logprobs"].flag(), body["top_logprobs"].integer(0, low=0, high=128)
         else:
-            wants, top = "logprobs" in body, body.integer("logprobs", 0, low=0, high=128)
+            wants, top = "logprobs" in body, body["logprobs"].integer(0, low=0, high=128)
         request = {**prompt, "sampling_params": params, "rid": given.get("rid"), "stream": given.get("stream"),
                    "return_logprob": wants, "top_logprobs_num": top}  # fmt: skip
         return parse_generate(request, self._engine.loaded)[0]
 
     async def _complete(
-        self, http: web.Request, body: Fields, prompt: JsonObject, reading: AnswerFormat | None = None
+        self, http: web.Request, body: RequestField, prompt: JsonObject, reading: AnswerFormat | None = None
     ) -> web.StreamResponse:
         """Complete a prompt; the answer is a message if there is a `reading`."""
         requests = self._parse(body, prompt, reading)
@@ -380,7 +354,7 @@ class OpenAIRoutes:
     async def _stream(
         self,
         http: web.Request,
-        body: Fields,
+        body: RequestField,
         requests: list[GenerateRequest],
         head: JsonObject,
         reading: AnswerFormat | None,
@@ -388,7 +362,7 @@ class OpenAIRoutes:
         if len(requests) > 1 or requests[0].params.n > 1:
             raise BadRequest("stream takes one prompt and n = 1", "stream")
         [request] = requests
-        with_usage = Fields(body.body.get("stream_options") or {}).flag("include_usage")
+        with_usage = bool(body["stream_options"].value) and body["stream_options"]["include_usage"].flag()
         kind = "text_completion" if reading is None else "chat.completion.chunk"
         reply, offset = ChatChoice(None) if reading is None else reading.reply(), 0
         async with event_stream(http) as response:
@@ -415,11 +389,8 @@ def _openai_finish_reason(piece: OutputPiece, reply: ChatChoice) -> str | None:
 
 def _count_usage(results: list[list[EngineSequence]]) -> JsonObject:
     """Count the tokens of an answer; each prompt counts once, for any number of samples."""
-    prompt = sum(len(sequences[0].prompt_ids) for sequences in results)
-    completion = sum(len(seq.output_ids) for sequences in results for seq in sequences)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(sequences[0].cached_tokens for sequences in results)},
-    }
+    return usage_json(
+        prompt=sum(len(sequences[0].prompt_ids) for sequences in results),
+        cached=sum(sequences[0].cached_tokens for sequences in results),
+        completion=sum(len(seq.output_ids) for sequences in results for seq in sequences),
+    )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from slime.cluster.memory.cuda_driver import IPC_HANDLE_BYTES
 from slime.engine.embedded.errors import BadRequest, IgnoredFields, is_neutral, shown
-from slime.engine.embedded.http.http_io import Fields
+from slime.engine.embedded.http.http_io import RequestField
 from slime.engine.embedded.model.cpu_sampler import stream_seed
 from slime.engine.embedded.sampling_params import SamplingParams, parse_sampling_params
 from slime.engine.embedded.scheduler import Sequence
@@ -40,7 +40,7 @@ _WITHOUT_EFFECT = {"background", "priority", "log_metrics", "bootstrap_host", "b
                    "data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank", "routing_key", "extra_key",
                    "conversation_id", "custom_labels", "external_trace_header", "received_time",
                    "require_reasoning", "no_logs", "custom_params", "user", "metadata"}  # fmt: skip
-"""Fields about the client, priority, routing and logging: they change no token."""
+"""RequestField about the client, priority, routing and logging: they change no token."""
 _MOST_TOP = 128
 
 _GROUP = "weight_update_group"
@@ -122,7 +122,7 @@ class GenerateRequest:
 
 def parse_generate(body: object, facts: ModelFacts) -> tuple[list[GenerateRequest], bool]:
     """Return the requests in a body, and whether the answer is a list since a batch was sent."""
-    body = Fields(body).body
+    body = RequestField(body).object()
     for name in sorted(body.keys() - _KNOWN):
         if name not in _WITHOUT_EFFECT and not is_neutral(body[name]):
             if name in _UNSUPPORTED:
@@ -137,7 +137,9 @@ def parse_generate(body: object, facts: ModelFacts) -> tuple[list[GenerateReques
         {k: _value_for_prompt(body.get(k), i, len(prompts), batched, k) for k in _KNOWN - {"text", "input_ids"}}
         for i in range(len(prompts))
     ]
-    return [_parse_request(ids, Fields(fields), facts) for ids, fields in zip(prompts, each, strict=True)], batched
+    return [
+        _parse_request(ids, RequestField(fields), facts) for ids, fields in zip(prompts, each, strict=True)
+    ], batched
 
 
 def _prompts(body: JsonMapping, facts: ModelFacts) -> tuple[list[list[int]], bool]:
@@ -166,7 +168,7 @@ def _value_for_prompt(value: object, i: int, count: int, batched: bool, name: st
     return value[i]
 
 
-def _parse_request(ids: object, fields: Fields, facts: ModelFacts) -> GenerateRequest:
+def _parse_request(ids: object, fields: RequestField, facts: ModelFacts) -> GenerateRequest:
     if not isinstance(ids, list) or not ids:
         raise BadRequest("the prompt has no tokens", "input_ids")
     if not all(isinstance(t, int) and not isinstance(t, bool) for t in ids):
@@ -175,32 +177,34 @@ def _parse_request(ids: object, fields: Fields, facts: ModelFacts) -> GenerateRe
     if low < 0 or high >= facts.vocab_size:
         wrong = low if low < 0 else high
         raise BadRequest(f"token id {wrong} is outside the vocabulary of {facts.vocab_size}", "input_ids")
-    params = parse_sampling_params(fields.body["sampling_params"], vocab_size=facts.vocab_size, left_out=facts.left_out)
+    params = parse_sampling_params(
+        fields["sampling_params"].value, vocab_size=facts.vocab_size, left_out=facts.left_out
+    )
     if params.stop and isinstance(facts.tokenizer, NoTokenizer):
         raise facts.tokenizer.refusal("stop")
     if len(ids) >= facts.context_len and (params.max_new_tokens > 0 or len(ids) > facts.context_len):
         raise BadRequest(f"the prompt has {len(ids)} tokens, the context holds {facts.context_len}", "input_ids")
-    return_logprob = fields.flag("return_logprob")
-    start = fields.integer("logprob_start_len", -1, low=-1, high=1 << 31)
+    return_logprob = fields["return_logprob"].flag()
+    start = fields["logprob_start_len"].integer(-1, low=-1, high=1 << 31)
     if start >= len(ids):
         raise BadRequest(f"logprob_start_len {start} is after the prompt of {len(ids)} tokens", "logprob_start_len")
-    top = fields.integer("top_logprobs_num", 0, low=0, high=min(_MOST_TOP, facts.vocab_size))
+    top = fields["top_logprobs_num"].integer(0, low=0, high=min(_MOST_TOP, facts.vocab_size))
     return GenerateRequest(
-        rid=fields.optional_string("rid") or uuid.uuid4().hex,
+        rid=fields["rid"].optional_text() or uuid.uuid4().hex,
         input_ids=ids,
         params=params,
         return_logprob=return_logprob,
         logprob_start=start if return_logprob and start >= 0 else None,
         top_logprobs=top if return_logprob else 0,
-        stream=fields.flag("stream"),
+        stream=fields["stream"].flag(),
         routed_from=_routed_from(fields, len(ids), facts),
     )
 
 
-def _routed_from(fields: Fields, length: int, facts: ModelFacts) -> int | None:
+def _routed_from(fields: RequestField, length: int, facts: ModelFacts) -> int | None:
     """Return the first position whose experts are requested; None: experts are not requested."""
-    start = fields.integer("routed_experts_start_len", 0, low=0, high=1 << 31)
-    if not fields.flag("return_routed_experts"):
+    start = fields["routed_experts_start_len"].integer(0, low=0, high=1 << 31)
+    if not fields["return_routed_experts"].flag():
         return None
     if not facts.has_experts:
         raise BadRequest("return_routed_experts: this model has no routed experts", "return_routed_experts")
@@ -211,78 +215,73 @@ def _routed_from(fields: Fields, length: int, facts: ModelFacts) -> int | None:
     return start
 
 
-def group_name(fields: Fields) -> str:
-    return fields.string("group_name", _GROUP)
+def group_name(fields: RequestField) -> str:
+    return fields["group_name"].text(_GROUP)
 
 
-def rendezvous(fields: Fields) -> Rendezvous:
+def rendezvous(fields: RequestField) -> Rendezvous:
     """Parse SGLang's `/init_weights_update_group`; rank 0 is the trainer, which sends."""
-    address = fields.string("master_address")
+    address = fields["master_address"].text()
     if not re.fullmatch(r"[A-Za-z0-9._:%-]+", address):
         raise BadRequest(f"master_address must be a host name or an IP address, not {shown(address)}", "master_address")
-    world_size = fields.integer("world_size", low=2, high=1 << 16)
+    world_size = fields["world_size"].integer(low=2, high=1 << 16)
     return Rendezvous(
         name=group_name(fields),
-        backend=fields.one_of("backend", ("nccl", "gloo"), "nccl"),
+        backend=fields["backend"].one_of(("nccl", "gloo"), "nccl"),
         address=address,
-        port=fields.integer("master_port", low=1, high=65535),
-        rank=fields.integer("rank_offset", low=1, high=world_size - 1),
+        port=fields["master_port"].integer(low=1, high=65535),
+        rank=fields["rank_offset"].integer(low=1, high=world_size - 1),
         world_size=world_size,
     )
 
 
-def shared_memory(fields: Fields) -> DeviceMemory | HostMemory:
+def shared_memory(fields: RequestField) -> DeviceMemory | HostMemory:
     """Parse a `region` of the host (a path), or device memory: CUDA's `handle` in base64, and an `offset` into it."""
     if "region" in fields:
-        return HostMemory(fields.string("region"))
-    given = fields.string("handle")
+        return HostMemory(fields["region"].text())
+    given = fields["handle"].text()
     try:
         handle = base64.b64decode(given, validate=True)
     except (binascii.Error, ValueError) as cause:
         raise BadRequest(f"handle must be base64, not {shown(given)}", "handle") from cause
     if len(handle) != IPC_HANDLE_BYTES:
         raise BadRequest(f"handle must have {IPC_HANDLE_BYTES} bytes, not {len(handle)}", "handle")
-    return DeviceMemory(handle, fields.integer("offset", 0, low=0, high=1 << 50), fields.optional_string("device"))
+    return DeviceMemory(handle, fields["offset"].integer(0, low=0, high=1 << 50), fields["device"].optional_text())
 
 
-def parse_bucket(fields: Fields) -> AnnouncedBucket:
+def parse_bucket(fields: RequestField) -> AnnouncedBucket:
     """Parse the announcement of a bucket: SGLang's fields, and two of ours.
 
     `bucket` is the bucket's number and the count of the update's buckets ([1, 3]: the first of three); `adapter` (`r`,
     `lora_alpha`, `base_dtype`) marks the tensors of a LoRA adapter.
     """
-    names, dtypes = fields.strings("names"), fields.strings("dtypes")
-    shapes = fields.body.get("shapes")
-    if not isinstance(shapes, list):
-        raise BadRequest(f"shapes must be a list of lists of integers, not {shown(shapes)}", "shapes")
+    names, dtypes = fields["names"].texts(), fields["dtypes"].texts()
+    shapes = fields["shapes"].items()
     if not len(names) == len(dtypes) == len(shapes):
         raise BadRequest(
             f"names, dtypes and shapes must have the same length, not {len(names)}, {len(dtypes)} and {len(shapes)}"
         )
     if wrong := [kind for kind in dtypes if kind not in DTYPES]:
         raise BadRequest(f"dtype {shown(wrong[0])} is not one of {', '.join(DTYPES)}", "dtypes")
-    number, count = _integers(fields.body.get("bucket") or [1, 1], "bucket", _MOST_BUCKETS, exactly=2)
+    number, count = _integers(fields["bucket"].value or [1, 1], "bucket", _MOST_BUCKETS, exactly=2)
     if not 1 <= number <= count:
         raise BadRequest(f"bucket must be [number, count] with 1 <= number <= count, not {[number, count]}", "bucket")
     group = group_name(fields)
-    checked_shapes = [_integers(shape, "shapes", _MOST) for shape in shapes]
-    given = fields.body.get("adapter")
+    checked_shapes = [_integers(shape.value, "shapes", _MOST) for shape in shapes]
     adapter: AdapterConfig | None = None
-    if given is not None:
-        if not isinstance(given, dict):
-            raise BadRequest(f"adapter must be an object with r and lora_alpha, not {shown(given)}", "adapter")
+    if "adapter" in fields:
         try:
-            adapter = AdapterConfig.from_dict(given)
+            adapter = AdapterConfig.from_dict(dict(fields["adapter"].object()))
         except BadAdapter as cause:
             raise BadRequest(f"adapter: {cause}", "adapter") from cause
     return AnnouncedBucket(group, names, [DTYPES[kind] for kind in dtypes], checked_shapes, number, count, adapter)
 
 
-def memory_tags(fields: Fields) -> list[str]:
+def memory_tags(fields: RequestField) -> list[str]:
     """Parse the `tags` of `/release_memory_occupation` and `/resume_memory_occupation`; SGLang's default is all."""
-    if not fields.body.get("tags"):
+    if not fields["tags"].value:
         return list(_MEMORY)
-    tags = fields.strings("tags")
+    tags = fields["tags"].texts()
     if not set(tags) <= set(_MEMORY):
         raise BadRequest(f"tags must be among {', '.join(_MEMORY)}, not {shown(tags)}", "tags")
     return tags

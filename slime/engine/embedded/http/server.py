@@ -149,7 +149,7 @@ class EngineServer:
     # generation
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        requests, batched = parse_generate((await json_body(request)).body, self._engine.loaded)
+        requests, batched = parse_generate((await json_body(request)).value, self._engine.loaded)
         if requests[0].stream:
             if batched or requests[0].params.n > 1:
                 raise BadRequest("stream takes one prompt and n = 1")
@@ -256,16 +256,16 @@ class EngineServer:
 
     async def abort_request(self, request: web.Request) -> web.Response:
         body = await json_body(request)
-        if body.flag("abort_all"):
+        if body["abort_all"].flag():
             count = await self._engine.call(self.core.abort_all, meets_steps=True)
-        elif (rid := body.optional_string("rid")) is not None:
+        elif (rid := body["rid"].optional_text()) is not None:
             count = await self._engine.call(lambda: self.core.abort(rid), meets_steps=True)
         else:
             raise BadRequest('give {"rid": "..."} or {"abort_all": true}')
         return json_answer({"success": True, "aborted": count})
 
     async def pause_generation(self, request: web.Request) -> web.Response:
-        mode = (await json_body(request, optional=True)).one_of("mode", PAUSE_MODES, "abort")
+        mode = (await json_body(request, optional=True))["mode"].one_of(PAUSE_MODES, "abort")
         await self._engine.call(lambda: self.core.pause(mode))
         return json_answer({"success": True, "message": f"paused ({mode})"})
 
@@ -275,7 +275,7 @@ class EngineServer:
 
     async def release_memory(self, request: web.Request) -> web.Response:
         body = await json_body(request, optional=True)
-        tags, discard = memory_tags(body), body.flag("discard_weights", default=False)
+        tags, discard = memory_tags(body), body["discard_weights"].flag(False)
         await self._engine.call(lambda: self.core.release_memory(tags, discard_weights=discard))
         return json_answer({"success": True})
 
@@ -288,8 +288,8 @@ class EngineServer:
 
     async def update_weights_from_disk(self, request: web.Request) -> web.Response:
         body = await json_body(request)
-        folder = body.string("model_path")
-        version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
+        folder = body["model_path"].text()
+        version, flush = body["weight_version"].optional_text(), body["flush_cache"].flag(True)
         return await self._run_update(lambda: self.core.update_from_folder(folder, version, flush=flush))
 
     async def update_weights_from_tensor(self, request: web.Request) -> web.Response:
@@ -305,9 +305,9 @@ class EngineServer:
                 "serialized_named_tensors are pickles, which this engine never reads: send load_format "
                 "safetensors_file with paths, or a safetensors body as application/octet-stream"
             )
-        if body.optional_string("load_format") != "safetensors_file" or not (paths := body.strings("paths")):
+        if body["load_format"].optional_text() != "safetensors_file" or not (paths := body["paths"].texts()):
             raise BadRequest("give load_format safetensors_file and paths, a list of safetensors files")
-        version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
+        version, flush = body["weight_version"].optional_text(), body["flush_cache"].flag(True)
         return await self._run_update(lambda: self.core.update_from_files(paths, version, flush=flush))
 
     async def init_weights_update_group(self, request: web.Request) -> web.Response:
@@ -318,7 +318,7 @@ class EngineServer:
     async def update_weights_from_distributed(self, request: web.Request) -> web.Response:
         body = await json_body(request)
         bucket = parse_bucket(body)
-        version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
+        version, flush = body["weight_version"].optional_text(), body["flush_cache"].flag(True)
         await self._engine.call(lambda: self.core.expect_from_group(bucket, version), meets_steps=True)
         try:
             tensors = await asyncio.wrap_future(self.core.groups.receive(bucket, self.core.runner.device))
@@ -334,8 +334,8 @@ class EngineServer:
         """
         body = await json_body(request)
         memory, bucket = shared_memory(body), parse_bucket(body)
-        version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
-        mode = body.one_of("pause_mode", PAUSE_MODES, "abort") if "pause_mode" in body else None
+        version, flush = body["weight_version"].optional_text(), body["flush_cache"].flag(True)
+        mode = body["pause_mode"].one_of(PAUSE_MODES, "abort") if "pause_mode" in body else None
         opened = await asyncio.to_thread(self.core.open_shared, memory, bucket)
         try:
             return await self._run_update(
@@ -353,22 +353,22 @@ class EngineServer:
     async def load_lora_adapter(self, request: web.Request) -> web.Response:
         """Load an adapter: SGLang's fields and an update's. There is one at a time, for all requests."""
         body = await json_body(request)
-        name, folder = body.string("lora_name"), body.string("lora_path")
-        version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
+        name, folder = body["lora_name"].text(), body["lora_path"].text()
+        version, flush = body["weight_version"].optional_text(), body["flush_cache"].flag(True)
         return await self._run_update(
             lambda: self.core.load_adapter(name, folder, version, flush=flush), {"loaded_adapters": {name: folder}}
         )
 
     async def unload_lora_adapter(self, request: web.Request) -> web.Response:
         body = await json_body(request)
-        name = body.string("lora_name")
-        version, flush = body.optional_string("weight_version"), body.flag("flush_cache", default=True)
+        name = body["lora_name"].text()
+        version, flush = body["weight_version"].optional_text(), body["flush_cache"].flag(True)
         return await self._run_update(
             lambda: self.core.unload_adapter(name, version, flush=flush), {"loaded_adapters": {}}
         )
 
     async def weights_checker(self, request: web.Request) -> web.Response:
-        action = (await json_body(request)).one_of("action", ("checksum", "shapes"), "checksum")
+        action = (await json_body(request))["action"].one_of(("checksum", "shapes"), "checksum")
         found = await self._engine.call(lambda: self.core.check_weights(action))
         return json_answer({"success": True, "message": "", **found})
 
