@@ -20,6 +20,7 @@ import platform
 import tempfile
 import time
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -67,7 +68,8 @@ async def open_sessions(lines: list[str], sessions: int) -> list[tuple[str, str]
         server = RemoteServer(line, line["secret"])
         for session in range(number, sessions, len(lines)):
             key = f"session-{session}"
-            await server.open(Opening(key=key, params={"max_new_tokens": 4096, "temperature": 1.0}))
+            opening = Opening(key=key, params={"max_new_tokens": 4096, "temperature": 1.0})
+            await server.call("open", **asdict(opening))
             work.append((server.url, key))
         await server.aclose()
     return work
@@ -109,8 +111,8 @@ def main() -> None:
         tokens = options.sessions * options.turns * options.answer
         size, events = (sum(column) for column in zip(*found, strict=True))
         print(f"{options.servers} servers, {options.sessions} sessions, {platform.machine()}, {os.cpu_count()} cores")
-        print(f"{tokens:,} tokens in {seconds:.1f} s: {tokens / seconds:,.0f} tokens/s of at most "
-              f"{options.sessions / options.step:,.0f}, {events / tokens:.2f} events and {size / tokens:.0f} bytes a token")  # fmt: skip
+        print(f"{tokens:,} tokens in {seconds:.1f} s: {tokens / seconds:,.0f} tokens/s")
+        print(f"at most {options.sessions / options.step:,.0f} tokens/s; {events / tokens:.2f} events a token")
         print(f"CPU of the servers: {1e6 * cpu / tokens:.1f} us a token, {cpu / seconds:.2f} cores")
 
 

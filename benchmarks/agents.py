@@ -30,7 +30,7 @@ import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
-from slime.agent.server.control_client import RemoteServer
+from slime.agent.server.control import RemoteServer
 from slime.agent.server.dialects import Kind
 from slime.agent.server.settings import Opening
 from slime.agent.session.session import Session
@@ -237,14 +237,18 @@ class Benchmark:
         self, server: RemoteServer, http: aiohttp.ClientSession, numbers: Sequence[int], *, at_once: bool, label: str
     ) -> tuple[Turns, list[Session]]:
         for number in numbers:
-            await server.open(Opening(key=f"{label}-{number}", params={"max_new_tokens": 512, "temperature": 1.0}))
+            opening = Opening(key=f"{label}-{number}", params={"max_new_tokens": 512, "temperature": 1.0})
+            await server.call("open", **asdict(opening))
 
         async def one(number: int, turns: Turns) -> None:
             await self._workload.talk(server.url, f"{label}-{number}", number, http, turns)
 
         turns = await measured(numbers, one, at_once)
         self._peak = resident_bytes(self._pid)
-        collected = [await server.collect(f"{label}-{number}", Kind.CLOSED, "done") for number in numbers]
+        collected = [
+            await server.call("close", key=f"{label}-{number}", kind=str(Kind.CLOSED), message="done", collect=True)
+            for number in numbers
+        ]
         return turns, [Session.from_record(answer["record"]) for answer in collected]
 
     async def _bare(self, http: aiohttp.ClientSession, sessions: list[Session], *, at_once: bool) -> Turns:

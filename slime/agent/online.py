@@ -30,7 +30,7 @@ from typing import Any
 from slime.agent.conversation import chat_model
 from slime.agent.interaction import Exchange, Verdict
 from slime.agent.remote_session import agent_server
-from slime.agent.server.control_client import AgentServerFailed
+from slime.agent.server.control import AgentServerFailed
 from slime.agent.session.records import BadRecord
 from slime.agent.session.session import Session
 from slime.cluster.watchdog import waiting
@@ -156,7 +156,7 @@ class LiveService:
         for attempt in range(MAX_SERVER_STARTS):
             running = await self._endpoints.running()
             try:
-                return await running.remote.live(name, **arguments)
+                return await running.remote.call(f"live_{name}", **arguments)
             except AgentServerFailed:
                 if not running.died.is_set() or attempt == MAX_SERVER_STARTS - 1:
                     raise

@@ -21,7 +21,7 @@ from dataclasses import asdict, replace
 
 from slime.agent.conversation import session_limits, template_kwargs
 from slime.agent.messages import Message
-from slime.agent.server.control_client import AgentServerFailed
+from slime.agent.server.control import AgentServerFailed
 from slime.agent.server.dialects import Kind
 from slime.agent.server.settings import Opening
 from slime.agent.server.supervisor import AgentServer, RunningServer
@@ -34,7 +34,7 @@ from slime.errors import UserError
 from slime.rollout.gate import Gate, Ticket, current_ticket, evaluating
 from slime.rollout.outcomes import GivenUp
 from slime.rollout.runtime import RolloutRuntime, runtime_for
-from slime.storage.json_types import JsonMapping
+from slime.storage.json_types import JsonMapping, JsonObject
 
 KEY_BYTES = 24
 
@@ -69,7 +69,7 @@ class AgentSession:
     async def turns(self) -> list[Message]:
         """Return the messages up to the last turn; the `reference` of an assistant message is the id of its turn."""
         self._check()
-        said = await self._server.remote.turns(self.key)
+        said = await self._server.remote.call("turns", key=self.key)
         return [message_of(record) for record in said["messages"]]
 
     def reward(self, turn_id: str, value: float) -> None:
@@ -85,7 +85,7 @@ class AgentSession:
         """End the session, disconnect its clients, and return the sampled turns as samples."""
         self._check()
         self.is_over = True
-        collected = await self._server.remote.collect(self.key, Kind.CLOSED, "this session has been finished")
+        collected = await self._close(Kind.CLOSED, "this session has been finished", collect=True)
         self._server.warn(collected["warning"])
         session = await asyncio.to_thread(Session.from_record, collected["record"])
         for turn_id, value in self._rewards:
@@ -102,13 +102,25 @@ class AgentSession:
             return
         self.is_over = True
         with suppress(AgentServerFailed):  # the session ends with the server
-            await self._server.remote.drop(self.key, kind, message)
+            await self._close(kind, message)
 
     def failure(self) -> Exception | None:
         """Return the error that ended the session from outside, if any."""
         if self.given_up:
             return GivenUp("the rollout has all samples that it needs: this session was given up")
         return self._server.failure() if self._server.died.is_set() else None
+
+    async def give_up(self) -> None:
+        """End the session, because the rollout has all samples that it needs."""
+        self.given_up = True
+        with suppress(AgentServerFailed):
+            await self._close(Kind.CLOSED, "the rollout has all samples that it needs")
+
+    async def _close(self, kind: Kind, message: str, *, collect: bool = False) -> JsonObject:
+        answer: JsonObject = await self._server.remote.call(
+            "close", key=self.key, kind=str(kind), message=message, collect=collect
+        )
+        return answer
 
     def _check(self) -> None:
         if (failure := self.failure()) is not None:
@@ -135,21 +147,33 @@ async def open_session(
     """
     runtime, ticket = runtime_for(args), current_ticket()
     endpoints = agent_server(runtime)
-    server = await endpoints.running()
-    opening = _opening(runtime, sample, sampling_params, ticket, max_turns, models)
+    config = runtime.args
+    assert config.hf_checkpoint is not None, "a run with engines has a model"
+    opening = Opening(
+        key=secrets.token_urlsafe(KEY_BYTES),
+        params=dict(sampling_params),
+        limits=session_limits(config, sampling_params, model_context_length(config.hf_checkpoint), max_turns).to_dict(),
+        strict=config.strict_tokens,
+        template_kwargs=template_kwargs(config, sample),
+        held=ticket is not None,
+        masks=ticket is not None and ticket.masks,
+        names=tuple(models),
+        routing=config.use_rollout_routing_replay and not evaluating.get(),
+    )
     if endpoints.journal is not None and not evaluating.get():
         attempt = Attempt.of(endpoints.run, sample)
         opening = replace(opening, attempt=asdict(attempt))
         if resume and (earlier := await asyncio.to_thread(endpoints.journal.restore, attempt)) is not None:
             opening = replace(opening, key=earlier.key, record=earlier.to_record())
-    opened = await server.remote.open(opening)
+    server = await endpoints.running(opening.key)
+    opened = await server.remote.call("open", **asdict(opening))
     session = AgentSession(runtime, server, opening.key, sample, resumed_turns=opened["turns"])
     watch = _GateWatch(session, server, runtime.state.gate, ticket)
     is_cut_short = False
     try:
         if opened["refusal"] is not None and max_turns != 1:
             raise UserError(
-                f"{runtime.args.hf_checkpoint}: {opened['refusal']}; an agent with more than one turn needs a template "
+                f"{config.hf_checkpoint}: {opened['refusal']}; an agent with more than one turn needs a template "
                 "that can be continued"
             )
         if not evaluating.get():
@@ -177,30 +201,6 @@ def agent_server(runtime: RolloutRuntime) -> AgentServer:
     return runtime.owned("agent server", lambda: AgentServer(runtime), AgentServer.aclose)
 
 
-def _opening(
-    runtime: RolloutRuntime,
-    sample: Sample,
-    params: JsonMapping,
-    ticket: Ticket | None,
-    max_turns: int | None,
-    models: Sequence[str],
-) -> Opening:
-    config = runtime.args
-    assert config.hf_checkpoint is not None, "a run with engines has a model"
-    limits = session_limits(config, params, model_context_length(config.hf_checkpoint), max_turns)
-    return Opening(
-        key=secrets.token_urlsafe(KEY_BYTES),
-        params=dict(params),
-        limits=limits.to_dict(),
-        strict=config.strict_tokens,
-        template_kwargs=template_kwargs(config, sample),
-        held=ticket is not None,
-        masks=ticket is not None and ticket.masks,
-        names=tuple(models),
-        routing=config.use_rollout_routing_replay and not evaluating.get(),
-    )
-
-
 class _GateWatch:
     """Makes a session obey the driver's gate like a request of the driver itself.
 
@@ -220,7 +220,7 @@ class _GateWatch:
         if self._ticket is not None:
             self._ticket.is_used = True
         self._gate.when_closed.append(self._gate_closed)
-        self._minding = asyncio.create_task(self._hold_at_gate() if self._ticket is not None else self._give_up())
+        self._minding = asyncio.create_task(self._mind_gate())
         if not self._gate.is_open:
             self._gate_closed()
 
@@ -249,12 +249,16 @@ class _GateWatch:
             self._ticket.in_flight -= 1
             self._gate.left_engine()
 
-    async def _hold_at_gate(self) -> None:
+    async def _mind_gate(self) -> None:
         while True:
             await self._closed.wait()
+            if self._ticket is None:
+                if not self._session.is_over:
+                    await self._session.give_up()
+                return
             self._closed.clear()
             try:
-                await self._server.remote.hold(self._session.key)
+                await self._server.remote.call("hold", key=self._session.key)
             except AgentServerFailed:
                 return  # the next call on the session raises the failure
             finally:
@@ -262,13 +266,4 @@ class _GateWatch:
             await self._gate.pass_through()
             self._is_held = False
             with suppress(AgentServerFailed):
-                await self._server.remote.release(self._session.key)
-
-    async def _give_up(self) -> None:
-        await self._closed.wait()
-        if not self._session.is_over:
-            self._session.given_up = True
-            with suppress(AgentServerFailed):
-                await self._server.remote.drop(
-                    self._session.key, Kind.CLOSED, "the rollout has all samples that it needs"
-                )
+                await self._server.remote.call("release", key=self._session.key)

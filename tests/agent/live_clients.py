@@ -89,7 +89,7 @@ class Service:
                 return name
 
     async def stats(self):
-        return await self.remote.live("stats")
+        return await self.remote.call("live_stats")
 
     async def when(self, condition):
         """Wait until the stats meet the condition; return them."""

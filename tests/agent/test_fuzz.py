@@ -10,13 +10,14 @@ import subprocess
 import sys
 import time
 from collections import deque
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from slime.agent.server.control_client import RemoteServer
+from slime.agent.server.control import RemoteServer
 from slime.agent.server.dialects import Kind
 from slime.agent.server.settings import Opening
 from tests.agent.fuzz import SLEEP_S, WARM_TURNS, excesses
@@ -60,14 +61,14 @@ def start_client(*arguments: Any) -> subprocess.Popen[str]:
 async def open_sessions(addresses: dict[str, Any], keys: list[str]) -> str:
     remote = RemoteServer(addresses, addresses["secret"])
     for key in keys:
-        await remote.open(Opening(key=key, params=PARAMS, limits={"max_context": 4096}))
+        await remote.call("open", **asdict(Opening(key=key, params=PARAMS, limits={"max_context": 4096})))
     await remote.aclose()
     return remote.url
 
 
 async def collect_sessions(addresses: dict[str, Any], keys: list[str]) -> list[dict[str, Any]]:
     remote = RemoteServer(addresses, addresses["secret"])
-    records = [await remote.collect(key, Kind.CLOSED, "over") for key in keys]
+    records = [await remote.call("close", key=key, kind=str(Kind.CLOSED), message="over", collect=True) for key in keys]
     await remote.aclose()
     return records
 

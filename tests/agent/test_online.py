@@ -142,7 +142,7 @@ def test_exchange_is_deleted_when_its_sample_is_recorded(serve, spoken):
         await service.filled(0)
         for told in service.runtime.when_recorded:
             await told(Sample(index=0, group_index=0))
-        return await service.remote.live("taken")
+        return await service.remote.call("live_taken")
 
     assert service.run(recorded()) == []
 
@@ -208,7 +208,7 @@ def test_rejects_verdicts_that_are_not_finite_numbers():
 def test_exchange_survives_a_record_round_trip(serve, spoken):
     service = serve(*spoken)
     service.run(service.talk("first?", "thanks", name="one"))
-    record = service.run(service.remote.live("take", slot=0))
+    record = service.run(service.remote.call("live_take", slot=0))
     exchange = Exchange.from_record(record)
     assert (exchange.question, exchange.answer.content, exchange.next_user_turn) == ("first?", "answer 0", "thanks")
     assert exchange.to_record()["followed_by"] == record["followed_by"]

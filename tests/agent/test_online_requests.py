@@ -140,12 +140,12 @@ def test_answer_without_a_reply_is_unlabelled_and_deleted(serve, spoken):
     async def silence():
         name = await service.talk_at_once("first?", "thanks, zebras?")
         stats = await service.when(lambda stats: not stats["open"])
-        return name, stats, await service.remote.stats()
+        return name, stats, await service.remote.call("stats")
 
     name, stats, sessions = service.run(silence())
     assert (stats["unlabelled"], stats["kept"], stats["waiting"]) == (stats["conversations"], 1, 1)
     assert sessions["open"] == 0
-    record = repr(service.run(service.remote.live("take", slot=0)))
+    record = repr(service.run(service.remote.call("live_take", slot=0)))
     assert "answer 0" in record
     assert "answer 1" not in record + service.on_disk()
     service.run(service.talk("again?", name=name))  # a reused name starts another conversation

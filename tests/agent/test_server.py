@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from slime.agent.remote_session import NoTurns, agent_server, open_session
-from slime.agent.server.control_client import AgentServerFailed
+from slime.agent.server.control import AgentServerFailed
 from slime.data.sample import Sample
 from tests.agent.conftest import make_agent_runtime
 from tests.agent.scripted_engine import Script, ScriptedEngine, Turn, log_prob
@@ -233,7 +233,7 @@ def test_disconnected_client_leaves_only_an_abandoned_turn(says, agent_tokenizer
         await asyncio.to_thread(engine.holding.wait)
         asking.cancel()
         remote = (await agent_server(runtime).running()).remote
-        while not (counters := (await remote.turns(session.key))["counters"])["abandoned"]:  # noqa: ASYNC110
+        while not (counters := (await remote.call("turns", key=session.key))["counters"])["abandoned"]:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         return counters
 

@@ -15,9 +15,8 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 
@@ -54,10 +53,8 @@ _LINGERING_S = 2.0
 logger = logging.getLogger("slime.agent.server")  # this module also runs as `__main__`
 
 
-async def serve(
-    settings: ServerSettings, ready: Callable[[JsonObject], None], over: Callable[[], asyncio.Future[Any]]
-) -> None:
-    """Serve until a signal or until `over()` is done; calls `ready` with the addresses when all of them accept."""
+async def serve(settings: ServerSettings, ready: Callable[[JsonObject], None], over: Awaitable[object]) -> None:
+    """Serve until a signal or until `over` is done; calls `ready` with the addresses when all of them accept."""
     os.umask(0o077)
     asyncio.get_running_loop().set_default_executor(DaemonExecutor())  # a live filter that hangs blocks no other call
     tokenizer = load_tokenizer(settings.model, trust_remote_code=settings.trust_remote_code)
@@ -81,7 +78,7 @@ async def serve(
         gc.collect()
         gc.freeze()  # loaded modules and tokenizer stay: exclude them from later collections
         ready({"host": settings.host, "port": port, "model": names[0], "folder": str(folder)})
-        is_over = over()
+        is_over = asyncio.ensure_future(over)
         loop, signalled = asyncio.get_running_loop(), asyncio.Event()
         for number in ending_signals():
             loop.add_signal_handler(number, signalled.set)
@@ -156,35 +153,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     sys.setswitchinterval(SWITCH_S)
     try:
-        asyncio.run(_serve_run(options.channel) if options.channel is not None else _serve_standalone(options))
+        asyncio.run(_serve_with(options))
     except UserError as mistake:
         print(f"error: {mistake}", file=sys.stderr, flush=True)
         return 2
     return 0
 
 
-async def _serve_run(descriptor: int) -> None:
-    """Serve a run: read one line with the settings, write one line with the addresses, end when the driver closes."""
-    connection = socket.socket(fileno=descriptor)
-    connection.set_inheritable(False)
-    reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 20)
-    settings = ServerSettings.from_dict(json.loads(await reader.readline()))
+async def _serve_with(options: argparse.Namespace) -> None:
+    """Serve a run: read one line with the settings, write one with the addresses, end when the driver closes.
 
-    def ready(addresses: JsonObject) -> None:
-        writer.write(json.dumps(addresses).encode() + b"\n")
-
-    try:
-        await serve(settings, ready, lambda: asyncio.ensure_future(reader.read()))
-    except UserError as mistake:
-        ready({"error": str(mistake)})
-        await writer.drain()
-        raise
-    finally:
-        writer.close()
-
-
-async def _serve_standalone(options: argparse.Namespace) -> None:
-    """Serve with settings from flags; prints a line with the addresses and the secret for the control socket."""
+    Without a channel the settings are from flags, and the line with the addresses and the control secret is printed.
+    """
+    if options.channel is not None:
+        connection = socket.socket(fileno=options.channel)
+        connection.set_inheritable(False)
+        reader, writer = await asyncio.open_connection(sock=connection, limit=1 << 20)
+        settings = ServerSettings.from_dict(json.loads(await reader.readline()))
+        try:
+            await serve(
+                settings,
+                lambda said: writer.write(json.dumps(said).encode() + b"\n"),
+                asyncio.ensure_future(reader.read()),
+            )
+        except UserError as mistake:
+            writer.write(json.dumps({"error": str(mistake)}).encode() + b"\n")
+            await writer.drain()
+            raise
+        finally:
+            writer.close()
+        return
     if not options.model or not options.engine:
         raise UserError("python -m slime.agent.server needs --model DIR and at least one --engine URL")
     settings = ServerSettings(
@@ -198,11 +196,8 @@ async def _serve_standalone(options: argparse.Namespace) -> None:
         host=options.host,
         port=options.port,
     )
-
-    def ready(addresses: JsonObject) -> None:
-        print(json.dumps({**addresses, "secret": settings.secret}), flush=True)
-
-    await serve(settings, ready, asyncio.get_running_loop().create_future)
+    never = asyncio.get_running_loop().create_future()
+    await serve(settings, lambda said: print(json.dumps({**said, "secret": settings.secret}), flush=True), never)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""The control interface of the agent server: the driver opens, holds and collects sessions, and reports engine changes.
+"""Control calls of the driver to an agent server: it opens, holds and collects sessions, and reports engine changes.
 
-It also adopts listening sockets that others opened, for example inside a sandbox without a network. A connection to
-`listeners.sock` brings one descriptor and a JSON line with the secret and the key of its session; it is answered with
-"ok". The endpoints accept connections on the socket until the session is closed.
+`ControlApp` has a method for each call; `RemoteServer` makes it by its name. The server also adopts listening sockets
+that others opened, for example inside a sandbox without a network. A connection to `listeners.sock` brings one
+descriptor and a JSON line with the secret and the key of its session; it is answered with "ok". The endpoints accept
+connections on the socket until the session is closed.
 
 Invariant: every call needs the secret. Bodies are encoded like the journal (`Codec`), so arrays arrive unchanged.
 """
@@ -15,20 +16,27 @@ import json
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+import aiohttp
 from aiohttp import web
 
 from slime.agent.server.dialects import Kind, Problem
 from slime.agent.server.online_intake import LiveConversations
 from slime.agent.server.sessions import Sessions
-from slime.agent.server.settings import Opening
+from slime.agent.server.settings import AGENTS_SOCKET, CONTROL_SOCKET, LISTENERS_SOCKET, Opening
 from slime.agent.session.records import BadRecord, message_record
 from slime.cluster.http_checks import carries_key
 from slime.cluster.http_server import Connections
 from slime.data.buffer.codec import Codec
+from slime.engine.http.blocking import authorization
 from slime.engine.http.pool import EnginePool
-from slime.storage.json_types import JsonObject
+from slime.storage.json_types import JsonMapping
 
+CALL_TIMEOUT_S = 120.0
+MOST_BODY_BYTES = 1 << 30
 _MOST_LINE = 4096
 _HANDOVER_TIMEOUT_S = 10.0
 
@@ -95,28 +103,8 @@ class Listeners:
                     logger.warning("could not adopt a listening socket: %s", error)
 
 
-async def send_listener(path: str, secret: str, key: str, listener: socket.socket) -> None:
-    """Send a listening socket to the agent server behind `path`, which accepts on it until the session is closed."""
-
-    def hand() -> bytes:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(_HANDOVER_TIMEOUT_S)
-            connection.connect(path)
-            socket.send_fds(connection, [json.dumps({"secret": secret, "key": key}).encode()], [listener.fileno()])
-            return connection.recv(64)
-
-    answer = await asyncio.to_thread(hand)
-    if answer != b"ok":
-        raise ConnectionError(f"the agent server did not take the socket: {answer!r}")
-
-
-MOST_BODY_BYTES = 1 << 30
-
-ControlCall = Callable[[JsonObject], Awaitable[object]]
-
-
 class ControlApp:
-    """The application behind `control.sock`: each path is one call with named arguments."""
+    """The application behind `control.sock`: each path is one method below, called with the arguments in the body."""
 
     def __init__(
         self,
@@ -126,106 +114,145 @@ class ControlApp:
         secret: str,
         door: LiveConversations | None = None,
     ) -> None:
+        self._sessions, self._pool, self._listeners, self._secret = sessions, pool, listeners, secret
+        self._codec = Codec()
         self.app = web.Application(client_max_size=MOST_BODY_BYTES)
-        calls = _run_calls(sessions, pool, listeners)
+        calls: list[Callable[..., Awaitable[object]]] = [
+            *(self.open, self.close, self.turns, self.hold, self.release, self.engine, self.version, self.stats)
+        ]
         if door is not None:
-            calls |= _live_calls(door)
-        codec = Codec()
+            self._door = door
+            calls += [self.live_take, self.live_taken, self.live_forget, self.live_recorded, self.live_stats]
+        for call in calls:
+            self.app.router.add_post(f"/{call.__name__}", partial(self._answer, call))
 
-        def handler(call: ControlCall) -> Callable[[web.Request], Awaitable[web.Response]]:
-            async def handle(http: web.Request) -> web.Response:
-                if not carries_key(http.headers, secret):
-                    raise web.HTTPUnauthorized
-                try:
-                    answer = await call(codec.unpack(await http.read()))
-                except (BadRecord, Problem, ValueError, KeyError, TypeError) as error:
-                    return web.Response(status=400, text=f"{type(error).__name__}: {error}")
-                return web.Response(body=await asyncio.to_thread(codec.pack, answer, "an answer"))
+    async def _answer(self, call: Callable[..., Awaitable[object]], http: web.Request) -> web.Response:
+        if not carries_key(http.headers, self._secret):
+            raise web.HTTPUnauthorized
+        try:
+            answer = await call(**self._codec.unpack(await http.read()))
+        except (BadRecord, Problem, ValueError, KeyError, TypeError) as error:
+            return web.Response(status=400, text=f"{type(error).__name__}: {error}")
+        return web.Response(body=await asyncio.to_thread(self._codec.pack, answer, "an answer"))
 
-            return handle
-
-        for name, call in calls.items():
-            self.app.router.add_post(f"/{name}", handler(call))
-
-
-def _run_calls(sessions: Sessions, pool: EnginePool, listeners: Listeners) -> dict[str, ControlCall]:
-    """The calls of every run: sessions, engines and the version of their weights."""
-
-    async def open_session(body: JsonObject) -> object:
-        session = sessions.open(Opening(**body)).session
+    async def open(self, **opening: Any) -> object:
+        """Open a session (`Opening`); returns its number of `turns` and, if it cannot be continued, the `refusal`."""
+        session = self._sessions.open(Opening(**opening)).session
         return {"turns": len(session.tree.turns), "refusal": session.template.refusal if session.template else None}
 
-    async def close(body: JsonObject) -> object:
-        key, problem = body["key"], Problem(Kind(body["kind"]), body["message"])
-        closed = await sessions.close(key, problem)
-        await listeners.close(key)
-        record = await asyncio.to_thread(closed.session.to_record) if body["collect"] else None
-        return {"record": record, "failure": closed.failure, "warning": sessions.warning}
+    async def close(self, key: str, kind: str, message: str, collect: bool) -> object:
+        """Close a session; `record` is the session (`Session.to_record`), or None if its turns are discarded.
 
-    async def turns(body: JsonObject) -> object:
-        session = sessions.find(body["key"]).session
+        `failure` is the last error of an engine, `warning` is for the user of the run.
+        """
+        closed = await self._sessions.close(key, Problem(Kind(kind), message))
+        await self._listeners.close(key)
+        record = await asyncio.to_thread(closed.session.to_record) if collect else None
+        return {"record": record, "failure": closed.failure, "warning": self._sessions.warning}
+
+    async def turns(self, key: str) -> object:
+        """The `messages` up to the last turn, and the session's `counters`."""
+        session = self._sessions.find(key).session
         recorded = list(session.tree.turns.values())
         messages = session.messages(recorded[-1]) if recorded else []
-        records = [message_record(message) for message in messages]
-        return {"messages": records, "counters": session.counters.to_dict()}
+        return {"messages": list(map(message_record, messages)), "counters": session.counters.to_dict()}
 
-    async def hold(body: JsonObject) -> None:
-        await sessions.find(body["key"]).hold()
+    async def hold(self, key: str) -> None:
+        """Hold a session: when this returns, none of its requests is at an engine until `release`."""
+        await self._sessions.find(key).hold()
 
-    async def release(body: JsonObject) -> None:
-        sessions.find(body["key"]).release()
+    async def release(self, key: str) -> None:
+        """Let a held session continue."""
+        self._sessions.find(key).release()
 
-    async def engine(body: JsonObject) -> None:
-        state, url = body["state"], body["url"]
+    async def engine(self, url: str, state: str, reason: str, key: str | None) -> None:
+        """The state of an engine (`EnginePool.when_changed`); a new one may require a key."""
         if state == "given up":
-            pool.give_up(body["reason"])
+            self._pool.give_up(reason)
         elif state == "added":
-            pool.add(url, api_key=body["key"])
+            self._pool.add(url, api_key=key)
         elif state == "removed":
-            await pool.remove(url)
+            await self._pool.remove(url)
         else:
-            {"up": pool.set_up, "down": pool.set_down, "leaving": pool.leave}[state](url)
+            {"up": self._pool.set_up, "down": self._pool.set_down, "leaving": self._pool.leave}[state](url)
 
-    async def version(body: JsonObject) -> None:
-        sessions.version = body["version"]
+    async def version(self, version: str | None) -> None:
+        """The version of the weights that all engines have."""
+        self._sessions.version = version
 
-    async def stats(body: JsonObject) -> object:
-        return {"open": len(sessions), "opened": sessions.opened}
+    async def stats(self) -> object:
+        return {"open": len(self._sessions), "opened": self._sessions.opened}
 
-    return {
-        "open": open_session,
-        "close": close,
-        "turns": turns,
-        "hold": hold,
-        "release": release,
-        "engine": engine,
-        "version": version,
-        "stats": stats,
-    }
+    async def live_take(self, slot: int) -> object:
+        return await self._door.take(slot)
+
+    async def live_taken(self) -> object:
+        return self._door.store.taken()
+
+    async def live_forget(self, id: str) -> None:
+        await self._door.store.forget(id)
+
+    async def live_recorded(self, slot: int) -> None:
+        await self._door.store.forget_slot(slot)
+
+    async def live_stats(self) -> object:
+        return self._door.stats()
 
 
-def _live_calls(door: LiveConversations) -> dict[str, ControlCall]:
-    """The calls of a live service."""
+class AgentServerFailed(Exception):
+    """The agent server died, does not answer, or refuses a call."""
 
-    async def take(body: JsonObject) -> object:
-        return await door.take(int(body["slot"]))
 
-    async def taken(body: JsonObject) -> object:
-        return door.store.taken()
+class RemoteServer:
+    """The driver's client of the control calls; `addresses` is the server's report of being ready."""
 
-    async def forget(body: JsonObject) -> None:
-        await door.store.forget(str(body["id"]))
+    def __init__(self, addresses: JsonMapping, secret: str) -> None:
+        folder = Path(addresses["folder"])
+        self.host, self.port, self.model = str(addresses["host"]), int(addresses["port"]), str(addresses["model"])
+        self.agents_socket = str(folder / AGENTS_SOCKET)
+        self._listeners, self._secret = str(folder / LISTENERS_SOCKET), secret
+        self._codec = Codec()
+        self._http = aiohttp.ClientSession(
+            connector=aiohttp.UnixConnector(path=str(folder / CONTROL_SOCKET), limit=0),
+            headers=authorization(secret),
+            timeout=aiohttp.ClientTimeout(total=CALL_TIMEOUT_S),
+        )
 
-    async def recorded(body: JsonObject) -> None:
-        await door.store.forget_slot(int(body["slot"]))
+    @property
+    def url(self) -> str:
+        """The URL of the endpoints for agents on this machine, without a trailing slash."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
 
-    async def stats(body: JsonObject) -> object:
-        return door.stats()
+    async def call(self, name: str, **arguments: object) -> Any:
+        """Make one of the calls of `ControlApp` and return its answer."""
+        packed = self._codec.pack(arguments, name)
+        try:
+            async with self._http.post(f"http://agent-server/{name}", data=packed) as response:
+                content = await response.read()
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise AgentServerFailed(f"the agent server did not answer: {type(error).__name__}: {error}") from error
+        if response.status != 200:
+            raise AgentServerFailed(f"the agent server refused {name}: {content.decode(errors='replace')}")
+        return self._codec.unpack(content)
 
-    return {
-        "live_take": take,
-        "live_taken": taken,
-        "live_forget": forget,
-        "live_recorded": recorded,
-        "live_stats": stats,
-    }
+    async def accept_on(self, key: str, listener: socket.socket) -> None:
+        """Have the endpoints accept on a listening socket too, until the session is closed."""
+
+        def hand_over() -> bytes:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(_HANDOVER_TIMEOUT_S)
+                connection.connect(self._listeners)
+                line = json.dumps({"secret": self._secret, "key": key}).encode()
+                socket.send_fds(connection, [line], [listener.fileno()])
+                return connection.recv(64)
+
+        try:
+            answer = await asyncio.to_thread(hand_over)
+        except OSError as error:
+            raise AgentServerFailed(f"the agent server did not take a socket: {error}") from error
+        if answer != b"ok":
+            raise AgentServerFailed(f"the agent server did not take a socket: {answer!r}")
+
+    async def aclose(self) -> None:
+        await self._http.close()

@@ -1,7 +1,10 @@
-"""Supervises the agent server of a run: starts it for the first session, watches it, and restarts it after it died.
+"""Supervises the agent servers of a run: starts them for their first sessions, watches them, and restarts dead ones.
 
-Invariants: the process ends with the driver, however that ends. Every change of engines and weights that the driver
-sees is reported to the process, in the same order.
+A session is pinned to one process by its key. There is one process for each `SESSIONS_EACH` samples of a batch, as far
+as the machine has `CORES_EACH` cores for it; one alone if clients know a fixed address.
+
+Invariants: the processes end with the driver, however that ends. Every change of engines and weights that the driver
+sees is reported to each process, in the same order.
 """
 
 from __future__ import annotations
@@ -15,13 +18,15 @@ import secrets
 import shutil
 import socket
 import tempfile
+import zlib
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 
 from slime.agent.conversation import session_limits
 from slime.agent.interaction import FILE_NAME as LIVE_FILE
-from slime.agent.server.control_client import AgentServerFailed, RemoteServer
+from slime.agent.server.control import AgentServerFailed, RemoteServer
 from slime.agent.server.settings import (
     LiveSettings,
     Opening,
@@ -33,32 +38,47 @@ from slime.agent.session.turn_journal import FILE_NAME, Attempt, TurnJournal
 from slime.cluster.child_env import module_command
 from slime.cluster.process import ChildProcess
 from slime.cluster.watchdog import waiting
+from slime.config import Config
 from slime.config.datasets import prompt_files
 from slime.data.buffer import run_identity
 from slime.data.chat_template import model_context_length
 from slime.errors import UserError
 from slime.models.parsers.formats import formats_from_flags
 from slime.rollout.runtime import RolloutRuntime
+from slime.storage.json_types import JsonMapping
 
 NAME = "agent-server"
+MOST_SERVERS = 4
+SESSIONS_EACH = 32
+CORES_EACH = 4
 
 logger = logging.getLogger(__name__)
+
+
+def server_count(config: Config, cores: int) -> int:
+    """The number of processes among which the sessions of a run are divided, on a machine with so many cores."""
+    if config.agent_server_port or config.agent_public_url or config.live_judge_path is not None:
+        return 1
+    batch = config.rollout_batch_size * config.n_samples_per_prompt
+    return max(1, min(MOST_SERVERS, cores // CORES_EACH, -(-batch // SESSIONS_EACH)))
 
 
 class RunningServer:
     """One running agent server process; `died` is set when it has ended."""
 
-    def __init__(self, child: ChildProcess, remote: RemoteServer, reader: asyncio.StreamReader) -> None:
+    def __init__(
+        self, child: ChildProcess, remote: RemoteServer, channel: tuple[asyncio.StreamReader, asyncio.StreamWriter]
+    ) -> None:
         self.child, self.remote = child, remote
         self.died = asyncio.Event()
         self._warned: set[str] = set()
-        self._reader = reader
-        self._news: asyncio.Queue[Callable[[], Awaitable[None]]] = asyncio.Queue()
+        self._reader, self._writer = channel
+        self._news: asyncio.Queue[Callable[[], Awaitable[object]]] = asyncio.Queue()
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._run_queued())]
 
-    def tell(self, call: Callable[[], Awaitable[None]]) -> None:
-        """Queue a call; calls run one after the other, in order."""
-        self._news.put_nowait(call)
+    def tell(self, name: str, **arguments: object) -> None:
+        """Queue a control call; calls are made one after the other, in order."""
+        self._news.put_nowait(partial(self.remote.call, name, **arguments))
 
     def warn(self, warning: str | None) -> None:
         """Log a warning of the process in the driver, once."""
@@ -71,14 +91,15 @@ class RunningServer:
         code = self.child.poll()
         return AgentServerFailed(f"the agent server died (exit code {code}, see {self.child.log_path})")
 
-    async def aclose(self, channel: asyncio.StreamWriter) -> None:
-        """End the process and all processes it started."""
+    async def aclose(self) -> None:
+        """End the process and all processes it started, and remove its sockets."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.remote.aclose()
-        channel.close()
+        self._writer.close()
         await asyncio.to_thread(self.child.stop)
+        shutil.rmtree(Path(self.remote.agents_socket).parent, ignore_errors=True)
 
     async def _watch(self) -> None:
         await self._reader.read()
@@ -96,7 +117,7 @@ class RunningServer:
 
 
 class AgentServer:
-    """The agent server of a run, across restarts of its process."""
+    """The agent servers of a run, across restarts of their processes."""
 
     def __init__(self, runtime: RolloutRuntime) -> None:
         self._config, self._pool, self._state = runtime.config, runtime.pool, runtime.state
@@ -112,20 +133,21 @@ class AgentServer:
             self.journal = TurnJournal(Path(self._config.output_dir) / FILE_NAME)
             self.journal.forget_other_runs(self.run)
             runtime.when_recorded.append(partial(self.journal.forget_sample, self.run))
-        self._starting = asyncio.Lock()
-        self._running: tuple[RunningServer, asyncio.StreamWriter, str] | None = None
+        self._count = server_count(self._config, os.cpu_count() or 1)
+        self._starting: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._servers: dict[int, RunningServer] = {}
         self._pool.when_changed.append(self._engines_changed)
         self._state.when_updated.append(self._weights_arrived)
 
-    async def running(self) -> RunningServer:
-        """The running process; starts it if needed."""
-        async with self._starting:
-            if self._running is not None and self._running[0].died.is_set():
-                await self._end()
-            if self._running is None:
-                await self._start()
-            assert self._running is not None
-            return self._running[0]
+    async def running(self, key: str | None = None) -> RunningServer:
+        """The process to which the session `key` is pinned, or the first one; starts it if needed."""
+        number = 0 if key is None else zlib.crc32(key.encode()) % self._count
+        async with self._starting[number]:
+            if number in self._servers and self._servers[number].died.is_set():
+                await self._servers.pop(number).aclose()
+            if number not in self._servers:
+                await self._start(number)
+            return self._servers[number]
 
     async def forget(self, opening: Opening) -> None:
         """Delete the journaled turns of a session, which will not be resumed."""
@@ -133,25 +155,28 @@ class AgentServer:
             await self.journal.forget(Attempt(**opening.attempt))
 
     async def aclose(self) -> None:
-        """End the process; open sessions fail."""
+        """End the processes; open sessions fail."""
         self._pool.when_changed.remove(self._engines_changed)
         self._state.when_updated.remove(self._weights_arrived)
-        async with self._starting:
-            await self._end()
+        for number in range(self._count):
+            async with self._starting[number]:
+                if number in self._servers:
+                    await self._servers.pop(number).aclose()
         if self.journal is not None:
             await asyncio.to_thread(self.journal.close)
 
-    async def _start(self) -> None:
+    async def _start(self, number: int) -> None:
+        # The process gets one end of a socket pair, over which the driver sends it its settings.
         folder = tempfile.mkdtemp(prefix="slime-agents-")  # short enough for the path of a socket
         settings = self._settings(folder)
         ours, theirs = socket.socketpair()
-        logs = Path(self._config.output_dir or folder) / "logs"
+        name = NAME if number == 0 else f"{NAME}-{number}"
         child = ChildProcess(
-            NAME,
+            name,
             [*module_command("slime.agent.server"), "--channel", str(theirs.fileno())],
             env={"TOKENIZERS_PARALLELISM": os.environ.get("TOKENIZERS_PARALLELISM", "false")},
             pass_env=self._config.pass_env or (),
-            log_path=logs / f"{NAME}.log",
+            log_path=Path(self._config.output_dir or folder) / "logs" / f"{name}.log",
             pass_fds=(theirs.fileno(),),
             dumps_stacks=True,
         )
@@ -159,33 +184,29 @@ class AgentServer:
             child.start()
         reader, writer = await asyncio.open_connection(sock=ours)
         try:
-            remote = await self._wait_until_ready(settings, child, reader, writer)
+            writer.write(json.dumps(settings.to_dict()).encode() + b"\n")
+            addresses = await self._wait_until_ready(child, reader)
         except BaseException:
             writer.close()
             await asyncio.to_thread(child.stop)
             shutil.rmtree(folder, ignore_errors=True)
             raise
+        remote = RemoteServer(addresses, settings.secret)
         if settings.live is not None:
             write_address(Path(self._config.output_dir or folder), remote.url, settings.live.key, remote.model)
-        running = RunningServer(child, remote, reader)
-        self._running = running, writer, folder
+        running = self._servers[number] = RunningServer(child, remote, (reader, writer))
+        # Changes of the engines during the start are reported now.
         up = {client.base_url for client in self._pool.up}
         for client in self._pool.roster:
             url, is_new = client.base_url, client.base_url not in settings.engines
             if is_new:
-                self._engines_changed("added", url)
+                self._report(running, "added", url)
             if is_new or url not in up:
-                self._engines_changed("up" if url in up else "down", url)
+                self._report(running, "up" if url in up else "down", url)
 
-    async def _wait_until_ready(
-        self,
-        settings: ServerSettings,
-        child: ChildProcess,
-        reader: asyncio.StreamReader,
-        writer: asyncio.StreamWriter,
-    ) -> RemoteServer:
+    async def _wait_until_ready(self, child: ChildProcess, reader: asyncio.StreamReader) -> JsonMapping:
+        """Wait for the addresses of a process that was started."""
         limit_s, flag = self._config.engine_start_timeout, "--engine-start-timeout"
-        writer.write(json.dumps(settings.to_dict()).encode() + b"\n")
         with waiting(NAME, "to be ready", timeout_s=limit_s, flag=flag) as wait:
             try:
                 async with asyncio.timeout(wait.remaining()):
@@ -195,10 +216,10 @@ class AgentServer:
         if not line:
             await asyncio.to_thread(child.wait, 5.0)
             raise AgentServerFailed(f"the agent server did not start (see {child.log_path}): {child.tail(3)}")
-        addresses = json.loads(line)
+        addresses: JsonMapping = json.loads(line)
         if "error" in addresses:
             raise UserError(addresses["error"])
-        return RemoteServer(addresses, settings.secret)
+        return addresses
 
     def _settings(self, folder: str) -> ServerSettings:
         config = self._config
@@ -241,24 +262,20 @@ class AgentServer:
             live=live,
         )
 
-    async def _end(self) -> None:
-        if self._running is not None:
-            (running, writer, folder), self._running = self._running, None
-            await running.aclose(writer)
-            shutil.rmtree(folder, ignore_errors=True)
+    def _report(self, server: RunningServer, state: str, what: str) -> None:
+        url, reason = "" if state == "given up" else what, what
+        key = next((client.api_key for client in self._pool.clients if client.base_url == url), None)
+        server.tell("engine", url=url, state=state, reason=reason, key=key)
 
     def _engines_changed(self, state: str, what: str) -> None:
-        if self._running is not None:
-            running, url, reason = self._running[0], "" if state == "given up" else what, what
-            key = next((client.api_key for client in self._pool.clients if client.base_url == url), None)
-            running.tell(lambda: running.remote.engine(url, state, reason, key))
+        for server in self._servers.values():
+            self._report(server, state, what)
 
     def _weights_arrived(self, version: str) -> None:
         """Called by the thread that publishes weights."""
 
         def tell() -> None:
-            if self._running is not None:
-                running = self._running[0]
-                running.tell(lambda: running.remote.version(version))
+            for server in self._servers.values():
+                server.tell("version", version=version)
 
         self._loop.call_soon_threadsafe(tell)
