@@ -33,28 +33,26 @@ from slime.agent.server.control import RemoteServer
 from slime.agent.server.settings import Opening
 
 
-async def stream(http: aiohttp.ClientSession, url: str, key: str) -> tuple[int, int]:
-    """Read one streamed answer; returns its bytes and its events."""
+async def stream(http: aiohttp.ClientSession, url: str, key: str) -> int:
+    """Read one streamed answer; returns the number of its events."""
     body = {"model": "slime-actor", "stream": True, "messages": [{"role": "user", "content": key}]}
     headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-    size = events = 0
+    events = 0
     async with http.post(f"{url}/v1/chat/completions", data=orjson.dumps(body), headers=headers) as response:
         assert response.status == 200, await response.text()
         async for chunk in response.content.iter_any():
-            size += len(chunk)
             events += chunk.count(b"data: ")
-    return size, events
+    return events
 
 
-async def streams(work: list[tuple[str, str]], turns: int) -> tuple[int, int]:
+async def streams(work: list[tuple[str, str]], turns: int) -> int:
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=600)) as http:
 
-        async def one(url: str, key: str) -> list[tuple[int, int]]:
-            return [await stream(http, url, key) for _ in range(turns)]
+        async def one(url: str, key: str) -> int:
+            return sum([await stream(http, url, key) for _ in range(turns)])
 
-        found = [each for some in await asyncio.gather(*(one(url, key) for url, key in work)) for each in some]
-    return sum(size for size, _ in found), sum(events for _, events in found)
+        return sum(await asyncio.gather(*(one(url, key) for url, key in work)))
 
 
 def client(work: list[tuple[str, str]], turns: int, results: Connection) -> None:
@@ -104,12 +102,11 @@ def main() -> None:
             process.start()
             processes.append(process)
             receivers.append(receiver)
-        found = [receiver.recv() for receiver in receivers]
+        events = sum(receiver.recv() for receiver in receivers)
         seconds, cpu = time.perf_counter() - began, sum(map(cpu_seconds, pids)) - before
         for process in processes:
             process.join()
         tokens = options.sessions * options.turns * options.answer
-        size, events = (sum(column) for column in zip(*found, strict=True))
         print(f"{options.servers} servers, {options.sessions} sessions, {platform.machine()}, {os.cpu_count()} cores")
         print(f"{tokens:,} tokens in {seconds:.1f} s: {tokens / seconds:,.0f} tokens/s")
         print(f"at most {options.sessions / options.step:,.0f} tokens/s; {events / tokens:.2f} events a token")

@@ -60,10 +60,11 @@ class Conversation:
         """Append the messages `new` and sample the model's reply; raises when a limit of the session is reached."""
         self.messages += new
         request = TurnRequest(tuple(self.messages), self.tools, max_tokens=max_tokens)
-        turn = await take_turn(self.session, request, self._sampler, self._parsers, self._params, on_event)
-        self._last = turn
-        self.messages.append(turn.message)
-        return turn.message
+        prompt = self.session.prepare(request)
+        taken = await take_turn(self.session, request, prompt, self._sampler, self._parsers, self._params, on_event)
+        self._last = taken.turn
+        self.messages.append(taken.turn.message)
+        return taken.turn.message
 
     @property
     def last_turn(self) -> Turn:

@@ -140,8 +140,8 @@ class World:
         before = copy.deepcopy(client)
         self._add_news(client, random)
         prompt = self._prepared(client, random)
-        half = self._sampled(random) if random.random() < 0.5 else None
-        self.abandoned += 0 if half is None else len(half.ids)
+        half = len(self._sampled(random).ids) if random.random() < 0.5 else 0
+        self.abandoned += half
         self.session.abandon(prompt, half)
         if random.random() < 0.5:
             client.items, client.path = before.items, before.path

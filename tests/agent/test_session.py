@@ -225,7 +225,7 @@ def test_concurrent_branches_are_one_extension_and_forks() -> None:
 def test_abandoned_turn_is_counted_and_not_trained_on() -> None:
     talk = Talk(strict=True)
     prompt = talk.session.prepare(talk.request())
-    talk.session.abandon(prompt, sampled(assistant("half")))
+    talk.session.abandon(prompt, len(sampled(assistant("half")).ids))
     talk.turn(assistant("whole"))
     talk.session.abandon(talk.session.prepare(talk.request(user("next"))))
     talk.turn(assistant("two"), user("next"))

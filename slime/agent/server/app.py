@@ -24,7 +24,6 @@ from slime.agent.server.dialects import (
     FinishedTurn,
     Kind,
     Problem,
-    StreamWriter,
     TokenLogProb,
     Usage,
     dialect_of,
@@ -38,7 +37,6 @@ from slime.agent.server.request_limits import INLINE_BODY_BYTES
 from slime.agent.server.sessions import OpenSession, Sessions
 from slime.agent.session.limits import SessionRefusal, TemplateRefused
 from slime.agent.session.sampler import token_bytes
-from slime.agent.session.session import Prompt
 from slime.agent.session.turn import RecordedTurn
 from slime.cluster.http_checks import no_foreign_pages
 from slime.cluster.http_server import Connections
@@ -60,37 +58,48 @@ _STREAM_HEADERS = {
 logger = logging.getLogger(__name__)
 
 
-async def answer_whole(
-    held: OpenSession, dialect: Dialect, asked: Asked, tokenizer: PreTrainedTokenizerBase
-) -> web.StreamResponse:
-    """Sample a turn and return its complete answer; raises `Problem`."""
-    _, task = await held.begin(asked.request, None)
-    taken = await _recorded_turn(held, task)
-    return json_response(dialect.whole(asked, finished_turn(taken, asked, tokenizer)))
-
-
-async def answer_stream(
+async def answer_turn(
     http: web.Request, held: OpenSession, dialect: Dialect, asked: Asked, tokenizer: PreTrainedTokenizerBase
 ) -> web.StreamResponse:
-    """Sample a turn and stream its answer; raises `Problem` as long as nothing was sent."""
-    stream = _Stream(http)
-    prompt, task = await held.begin(asked.request, stream.event)
+    """Sample a turn and answer with it, whole or as a stream; raises `Problem` as long as nothing was sent."""
+    if not asked.stream:
+        _, task = await held.begin(asked.request, None)
+        return json_response(dialect.whole(asked, await _finished_turn(held, task, asked, tokenizer)))
+    response, is_open, is_silent = web.StreamResponse(headers=_STREAM_HEADERS), asyncio.Event(), True
+
+    async def send(data: bytes) -> None:
+        nonlocal is_silent
+        if data:
+            is_silent = False
+            await response.write(data)
+
+    async def on_event(event: Event) -> None:
+        if not is_open.is_set():
+            await is_open.wait()
+        await send(writer.event(event))
+
+    prompt, task = await held.begin(asked.request, on_event)
+    writer = dialect.writer(asked, prompt.turn_id)
     try:
-        await stream.open(dialect, asked, prompt)
+        await response.prepare(http)
+        await send(writer.begin())
+        is_open.set()
         try:
             while not await _wait_first(task, held.ended, timeout_s=KEEP_ALIVE_S):
-                await stream.keep_alive()
-            taken = await _recorded_turn(held, task)
+                if is_silent:
+                    await response.write(writer.keep_alive())
+                is_silent = True
+            finished = await _finished_turn(held, task, asked, tokenizer)
         except Problem as problem:
-            await stream.send(stream.writer.problem(problem))
+            await send(writer.problem(problem))
         else:
-            await stream.send(stream.writer.end(finished_turn(taken, asked, tokenizer)))
-        await stream.response.write_eof()
+            await send(writer.end(finished))
+        await response.write_eof()
     except ConnectionResetError:
         logger.info("a client disconnected before its answer was complete")
     finally:
         task.cancel()
-    return stream.response
+    return response
 
 
 async def _wait_first(*awaited: asyncio.Future[Any], timeout_s: float | None = None) -> bool:
@@ -99,50 +108,15 @@ async def _wait_first(*awaited: asyncio.Future[Any], timeout_s: float | None = N
     return bool(done)
 
 
-class _Stream:
-    """Sends a streamed answer."""
-
-    def __init__(self, http: web.Request) -> None:
-        self._http = http
-        self.response = web.StreamResponse(headers=_STREAM_HEADERS)
-        self.writer: StreamWriter
-        self._is_open = asyncio.Event()
-        self._is_silent = True
-
-    async def open(self, dialect: Dialect, asked: Asked, prompt: Prompt) -> None:
-        """Send the headers and the beginning; events are sent from now on."""
-        self.writer = dialect.writer(asked, prompt.turn_id)
-        await self.response.prepare(self._http)
-        await self.send(self.writer.begin())
-        self._is_open.set()
-
-    async def event(self, event: Event) -> None:
-        """Send new model output."""
-        await self._is_open.wait()
-        await self.send(self.writer.event(event))
-
-    async def keep_alive(self) -> None:
-        """Send a keep-alive if nothing was sent since the last call."""
-        if self._is_silent:
-            await self.response.write(self.writer.keep_alive())
-        self._is_silent = True
-
-    async def send(self, data: bytes) -> None:
-        if data:
-            self._is_silent = False
-            await self.response.write(data)
-
-
-async def _recorded_turn(held: OpenSession, task: asyncio.Task[RecordedTurn]) -> RecordedTurn:
-    """Wait until the turn is recorded and return it; raises `Problem` if it failed."""
+async def _finished_turn(
+    held: OpenSession, task: asyncio.Task[RecordedTurn], asked: Asked, tokenizer: PreTrainedTokenizerBase
+) -> FinishedTurn:
+    """Wait until the turn is recorded and return what a dialect needs of it; raises `Problem` if it failed."""
     try:
         await _wait_first(task, held.ended)
-        if not task.done():
-            task.cancel()
-            raise held.ended.result().again()
-        if task.cancelled():  # by the end of the session
+        if not task.done() or task.cancelled():  # by the end of the session
             raise held.ended.result().again() if held.ended.done() else Problem(Kind.CLOSED, "this turn was abandoned")
-        return task.result()
+        taken = task.result()
     except (EngineError, AbortedTooOften) as error:
         held.failure = str(error)
         logger.warning("a turn failed: %s", error)
@@ -157,10 +131,6 @@ async def _recorded_turn(held: OpenSession, task: asyncio.Task[RecordedTurn]) ->
         raise Problem(Kind.ENGINE_FAILED, f"this turn failed here ({type(error).__name__})") from error
     finally:
         task.cancel()
-
-
-def finished_turn(taken: RecordedTurn, asked: Asked, tokenizer: PreTrainedTokenizerBase) -> FinishedTurn:
-    """The parts of a recorded turn that a dialect needs for its answer."""
     answer, output = taken.answer, taken.output
     completion = len(answer.id_array)
     thought = len(output.reasoning or "")
@@ -251,9 +221,7 @@ class AgentApp:
         try:
             if asked.count_only:
                 return json_response(dialect.counted(await held.count_tokens(asked.request)))
-            if asked.stream:
-                return await answer_stream(http, held, dialect, asked, self._tokenizer)
-            return await answer_whole(held, dialect, asked, self._tokenizer)
+            return await answer_turn(http, held, dialect, asked, self._tokenizer)
         except SessionRefusal as refusal:
             raise refusal_problem(refusal) from refusal
         except TemplateRefused as refused:

@@ -24,7 +24,7 @@ from slime.agent.session.session import Prompt, RenderedMessages, Session, Stale
 from slime.agent.session.special_tokens import iter_texts
 from slime.agent.session.template import ChatModel
 from slime.agent.session.tree import Turn
-from slime.agent.session.turn import OnEvent, ParserFactory, RecordedTurn, take_prepared_turn
+from slime.agent.session.turn import OnEvent, ParserFactory, RecordedTurn, take_turn
 from slime.agent.session.turn_journal import Attempt, TurnJournal
 from slime.engine.http.pool import EnginePool
 from slime.rollout.gate import Gate, Ticket
@@ -79,9 +79,7 @@ class OpenSession:
         async def take() -> RecordedTurn:
             nonlocal is_begun
             is_begun = True
-            taken = await take_prepared_turn(
-                self.session, request, prompt, self._sampler, self._parsers, self._params, on_event
-            )
+            taken = await take_turn(self.session, request, prompt, self._sampler, self._parsers, self._params, on_event)
             if continuing is not None:
                 await continuing
             if self.journaled is not None:

@@ -199,13 +199,12 @@ class Session:
         self.counters.sampled_tokens += len(ids)
         return kept
 
-    def abandon(self, prompt: Prompt, turn: SampledTurn | None = None) -> None:
+    def abandon(self, prompt: Prompt, sampled: int = 0) -> None:
         """End a turn whose client disconnected: the tokens sampled so far are counted and not trained on."""
         self._ended(prompt)
         self.counters.abandoned += 1
-        if turn is not None:
-            self.counters.abandoned_tokens += len(turn.ids)
-            self.counters.sampled_tokens += len(turn.ids)
+        self.counters.abandoned_tokens += sampled
+        self.counters.sampled_tokens += sampled
 
     def reward(self, turn_id: str, value: float) -> None:
         """Add a reward to one turn; several rewards for a turn add up."""

@@ -45,47 +45,59 @@ class RecordedTurn:
 async def take_turn(
     session: Session,
     request: TurnRequest,
-    sampler: Sampler,
-    parser_factory: ParserFactory,
-    params: JsonMapping,
-    on_event: OnEvent | None = None,
-) -> Turn:
-    """Prepare, sample and record one more turn of `session`; raises what `Session.prepare` and the sampler raise."""
-    prompt = session.prepare(request)
-    taken = await take_prepared_turn(session, request, prompt, sampler, parser_factory, params, on_event)
-    return taken.turn
-
-
-async def take_prepared_turn(
-    session: Session,
-    request: TurnRequest,
     prompt: Prompt,
     sampler: Sampler,
     parser_factory: ParserFactory,
     params: JsonMapping,
     on_event: OnEvent | None = None,
 ) -> RecordedTurn:
-    """Sample and record a turn that was prepared; it is recorded under the prompt's `turn_id`.
+    """Sample, parse and record the turn that was prepared as `prompt`; it is recorded under the prompt's `turn_id`.
 
     The answer ends at the client's stop texts, unless the trainer sets its own, and does not contain them.
     """
-    parser = parser_factory(request, prompt.ids)
     stop = None if params.get("stop") is not None else request.params.get("stop")
-    reading = _AnswerReader(parser, (stop,) if isinstance(stop, str) else tuple(stop or ()), on_event)
-    on_text = None if on_event is None else reading.on_tokens
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    reader = _AnswerReader(parser_factory(request, prompt.ids), stops)
+    sampled = 0
+
+    async def on_text(text: str, ids: list[int]) -> None:
+        nonlocal sampled
+        sampled += len(ids)
+        assert on_event is not None
+        for event in reader.feed(text):
+            await on_event(event)
+
     try:
-        asked = turn_params(params, request, prompt, session)
         known = max(0, len(prompt.ids) - len(prompt.node.ids) - 1)  # the engine never computed the last token of a turn
-        answer = await sampler.sample(prompt.ids, asked, affinity=session.key, on_text=on_text, known=known)
+        answer = await sampler.sample(
+            prompt.ids,
+            turn_params(params, request, prompt, session),
+            affinity=session.key,
+            on_text=None if on_event is None else on_text,
+            known=known,
+        )
         if on_event is None:
-            reading.take(answer.text)
-        await reading.end()
+            reader.feed(answer.text)
+        for event in reader.end():
+            if on_event is not None:
+                await on_event(event)
         if answer.finish_type == "abort":
             raise GivenUp("the rollout was given up while this turn was sampled")
-        turn = reading.turn(answer, prompt.turn_id)
-        return RecordedTurn(session.record(prompt, turn), prompt, reading.output, answer, turn.finish_reason)
+        output = gathered(reader.events)
+        finish = "tool_calls" if output.calls and answer.finish_type == "stop" else answer.finish_type
+        calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in output.calls)
+        turn = SampledTurn(
+            answer.id_array,
+            answer.log_prob_array,
+            finish,
+            answer.meta_info,
+            Message("assistant", output.text, output.reasoning, calls, reference=prompt.turn_id),
+            text=answer.text,
+            ill_formed=output.ill_formed,
+        )
+        return RecordedTurn(session.record(prompt, turn), prompt, output, answer, finish)
     except BaseException:
-        session.abandon(prompt, reading.unfinished(prompt.turn_id))
+        session.abandon(prompt, sampled)
         raise
 
 
@@ -108,86 +120,37 @@ def turn_params(params: JsonMapping, request: TurnRequest, prompt: Prompt, sessi
 
 
 class _AnswerReader:
-    """Parses an answer while it is sampled: text in, events out."""
+    """Parses an answer piece by piece, up to the first of the stop texts."""
 
-    def __init__(self, parser: OutputParser, stops: Sequence[str], on_event: OnEvent | None) -> None:
+    def __init__(self, parser: OutputParser, stops: Sequence[str]) -> None:
         self._parser = parser
-        self._on_event = on_event
         self._stops = stops
         self._held = ""
         self._is_stopped = False
-        self._texts: list[str] = []
-        self._ids: list[int] = []
-        self._events: list[Event] = []
-        self._told = 0
+        self.events: list[Event] = []
 
-    @property
-    def output(self) -> ParsedOutput:
-        return gathered(self._events)
+    def feed(self, text: str) -> list[Event]:
+        """Parse more text and return its events; the beginning of a possible stop text is held back."""
+        was_stopped = self._is_stopped
+        if self._stops:
+            text = self._held + text
+            found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+            kept = 0 if found else max(_overlap(text, stop) for stop in self._stops)
+            end = min(found) if found else len(text) - kept
+            text, self._held = text[:end], text[len(text) - kept :]
+            self._is_stopped |= bool(found)
+        if was_stopped or not text:
+            return []
+        events = self._parser.feed(text)
+        self.events += events
+        return events
 
-    async def on_tokens(self, text: str, ids: list[int]) -> None:
-        """Handle a sampled piece of the answer and report the new events."""
-        self._ids += ids
-        self.take(text)
-        await self._tell()
-
-    def take(self, text: str) -> None:
-        """Parse more text; the beginning of a possible stop text is held back."""
-        self._texts.append(text)
-        text = self._held + text
-        self._held = ""
-        if not self._stops:
-            self._feed(text)
-            return
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if found:
-            self._feed(text[: min(found)])
-            self._is_stopped = True
-            return
-        kept = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - kept :]
-        self._feed(text[: len(text) - kept])
-
-    async def end(self) -> None:
-        """Parse the held-back text, end the parser, and report the remaining events."""
-        self._feed(self._held)
-        self._events += self._parser.end()
-        await self._tell()
-
-    def turn(self, answer: GenerateResult, reference: str) -> SampledTurn:
-        """Return the whole answer in the form that is recorded."""
-        output = self.output
-        finish = "tool_calls" if output.calls and answer.finish_type == "stop" else answer.finish_type
-        message = message_from_output(output, reference)
-        text, ill_formed = "".join(self._texts), output.ill_formed
-        return SampledTurn(
-            answer.id_array, answer.log_prob_array, finish, answer.meta_info, message, text=text, ill_formed=ill_formed
-        )
-
-    def unfinished(self, reference: str) -> SampledTurn | None:
-        """Return the part of an abandoned turn that was sampled, with zeros for log-probs, which never arrived."""
-        if not self._ids:
-            return None
-        ids = np.array(self._ids, dtype=np.int32)
-        message = message_from_output(self.output, reference)
-        return SampledTurn(ids, np.zeros(len(ids), dtype=np.float32), "abort", {}, message)
-
-    def _feed(self, text: str) -> None:
-        if text and not self._is_stopped:
-            self._events += self._parser.feed(text)
-
-    async def _tell(self) -> None:
-        while self._told < len(self._events):
-            event = self._events[self._told]
-            self._told += 1
-            if self._on_event is not None:
-                await self._on_event(event)
-
-
-def message_from_output(output: ParsedOutput, reference: str | None) -> Message:
-    """Return a parsed answer as the message that the client will echo."""
-    calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in output.calls)
-    return Message("assistant", output.text, output.reasoning, calls, reference=reference)
+    def end(self) -> list[Event]:
+        """Parse the held-back text, end the parser, and return the remaining events."""
+        events = [] if self._is_stopped or not self._held else self._parser.feed(self._held)
+        events += self._parser.end()
+        self.events += events
+        return events
 
 
 def _overlap(text: str, stop: str) -> int:

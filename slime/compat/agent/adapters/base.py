@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from slime.agent.adapters.common import DEFAULT_SID, Session
-from slime.agent.server.app import answer_stream, answer_whole, json_response
+from slime.agent.server.app import answer_turn, json_response
 from slime.agent.server.dialects import (
     Asked,
     Dialect,
@@ -166,9 +166,7 @@ class BaseAdapter:
         """Sample a turn and respond with it."""
         if asked.count_only:
             return json_response(dialect.counted(await held.count_tokens(asked.request)))
-        if asked.stream:
-            return await answer_stream(request, held, dialect, asked, self.tokenizer)
-        return await answer_whole(held, dialect, asked, self.tokenizer)
+        return await answer_turn(request, held, dialect, asked, self.tokenizer)
 
     # requests, in the application's loop
 
