@@ -23,7 +23,7 @@ from slime.engine.http.errors import (
     EngineUnreachable,
 )
 from slime.engine.http.protocol import GenerateResult, PauseMode, quote
-from slime.engine.http.transport import EngineTransport
+from slime.engine.http.transport import LONG_RESPONSE_BYTES, EngineTransport
 from slime.storage.json_types import JsonObject
 
 _PER_TOKEN_FIELDS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs",
@@ -267,7 +267,10 @@ class EngineClient(EngineTransport):
                 raise self._refusal("/generate", response.status, await response.text(errors="replace"))
             async for event in server_events(response.content):
                 known = answers.tokens
-                await self._off_loop(partial(self._grow, answers), event)
+                if len(event) < LONG_RESPONSE_BYTES:
+                    self._grow(answers, event)
+                else:
+                    await self._in_reader(partial(self._grow, answers, event))
                 self.sampled_at = time.monotonic()
                 if on_ids is not None and answers.tokens > known:
                     await on_ids(answers.ids_from(known))

@@ -123,16 +123,21 @@ class MarkFinder:
 
     def __init__(self, marks: Sequence[str]) -> None:
         self._pattern = re.compile("|".join(map(re.escape, marks)))
+        self._first = re.compile("[" + re.escape("".join({mark[0] for mark in marks})) + "]")
         self._beginnings = frozenset(mark[:size] for mark in marks for size in range(1, len(mark)))
         self._longest = max(map(len, marks)) - 1
 
     def emit_before(self, reader: TextReader, channel: Channel) -> str | None:
         """Emit the text that is certainly before the next mark; reads and returns the mark if it is complete."""
-        if found := self._pattern.search(reader.text, reader.at):
-            channel.say(reader.text[reader.at : found.start()])
+        text = reader.text
+        if not self._first.search(text, reader.at):  # most tokens of an answer
+            channel.say(text[reader.at :])
+            reader.at = len(text)
+            return None
+        if found := self._pattern.search(text, reader.at):
+            channel.say(text[reader.at : found.start()])
             reader.at = found.end()
             return found.group()
-        text = reader.text
         most = min(self._longest, len(text) - reader.at)
         begun = next((size for size in range(most, 0, -1) if text[len(text) - size :] in self._beginnings), 0)
         certain = len(text) - begun  # after it a mark may have begun

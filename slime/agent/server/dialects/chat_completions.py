@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from json.encoder import encode_basestring_ascii
 
 from slime.agent.messages import Message, ToolCall, TurnRequest
 from slime.agent.server.dialects.dialect import (
@@ -51,6 +52,7 @@ NEUTRAL = frozenset(
 PARTS = frozenset({"text", "input_text", "output_text", "refusal"})
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _COUNTS = {"top_k": ("top_k", -1), "seed": ("sampling_seed", -(2**63)), "min_tokens": ("min_new_tokens", 0)}
+_GOES_ON = '"logprobs":null,"finish_reason":null}'
 
 
 class ChatWriter(StreamWriter):
@@ -68,9 +70,9 @@ class ChatWriter(StreamWriter):
     def encode(self, shown: Event) -> bytes:
         match shown:
             case Text():
-                return self._chunk({"content": shown.text})
+                return self._chunk_of(f'{{"content":{encode_basestring_ascii(shown.text)}}}')
             case Reasoning():
-                return self._chunk({"reasoning_content": shown.text})
+                return self._chunk_of(f'{{"reasoning_content":{encode_basestring_ascii(shown.text)}}}')
             case CallBegun():
                 return self._chunk({"tool_calls": [{"index": shown.index, **call_json(shown.id, shown.name, "")}]})
             case CallArguments():
@@ -79,7 +81,8 @@ class ChatWriter(StreamWriter):
         raise AssertionError(shown)
 
     def end(self, finished: FinishedTurn) -> bytes:
-        last = self._chunk({}, finish=finish_reason(finished), log_probs=_log_probs(finished))
+        ends = {"logprobs": _log_probs(finished), "finish_reason": finish_reason(finished)}
+        last = self._chunk_of("{}", ascii_json(ends)[1:])
         if self._asked.include_usage:
             last += sse_data({**self._head, "choices": [], "usage": _usage(finished)})
         return last + b"data: [DONE]\n\n"
@@ -87,9 +90,12 @@ class ChatWriter(StreamWriter):
     def problem(self, problem: Problem) -> bytes:
         return sse_data(openai_error(problem)) + b"data: [DONE]\n\n"
 
-    def _chunk(self, delta: JsonMapping, finish: str | None = None, log_probs: JsonMapping | None = None) -> bytes:
-        ends = ascii_json({"logprobs": log_probs, "finish_reason": finish})[1:]
-        return f"{self._opening}{ascii_json(delta)},{ends}]{self._ending}".encode()
+    def _chunk(self, delta: JsonMapping) -> bytes:
+        return self._chunk_of(ascii_json(delta))
+
+    def _chunk_of(self, delta: str, ends: str = _GOES_ON) -> bytes:
+        """A chunk of the JSON text of a delta; each token of an answer is one, so the rest of it is encoded once."""
+        return f"{self._opening}{delta},{ends}]{self._ending}".encode()
 
 
 class ChatCompletions(Dialect):

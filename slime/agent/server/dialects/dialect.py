@@ -195,9 +195,8 @@ class Dialect(ABC):
         return self.statuses.get(problem.kind, 400), headers, self.error(problem)
 
 
-def ascii_json(value: object) -> str:
-    """Encode JSON in ASCII, so that no client takes a character of the text for the end of a line."""
-    return json.dumps(value, separators=(",", ":"))
+ascii_json = json.JSONEncoder(separators=(",", ":")).encode
+"""Encodes JSON in ASCII, so that no client takes a character of the text for the end of a line."""
 
 
 def sse_data(value: JsonMapping) -> bytes:
