@@ -94,8 +94,8 @@ class ToolFormat:
 
 def read_closing_mark(reader: TextReader, mark: str) -> Steps[None]:
     """Read the mark that ends a call; it may be absent at the end of the answer."""
-    if (yield from reader.next()) and not (yield from reader.take(mark)):
-        raise UnreadableCall(f"{mark} is missing")
+    if (yield from reader.next()):
+        yield from reader.require(mark)
 
 
 def read_tool_name(reader: TextReader) -> Steps[str]:

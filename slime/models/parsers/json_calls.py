@@ -136,7 +136,7 @@ class DeepSeekV31(ToolFormat):
     def read(self, mark: str, reader: TextReader, calls: Calls) -> Steps[None]:
         name = yield from read_tool_name(reader)
         yield from reader.next()
-        yield from _require_mark(reader, _SEP)
+        yield from reader.require(_SEP)
         calls.begin(name)
         yield from read_json_object(reader, calls.arguments)
         yield from read_closing_mark(reader, _END)
@@ -152,21 +152,16 @@ class DeepSeekV3(DeepSeekV31):
     def read(self, mark: str, reader: TextReader, calls: Calls) -> Steps[None]:
         if (yield from reader.run(_KIND, 16)) != "function":
             raise UnreadableCall("the type of the call is not function")
-        yield from _require_mark(reader, _SEP)
+        yield from reader.require(_SEP)
         name = yield from read_tool_name(reader)
         yield from reader.next()
-        yield from _require_mark(reader, "```json")
+        yield from reader.require("```json")
         calls.begin(name)
         yield from read_json_object(reader, calls.arguments)
         yield from reader.next()
-        yield from _require_mark(reader, "```")
+        yield from reader.require("```")
         yield from read_closing_mark(reader, _END)
         calls.end()
 
     def opening(self, name: str | None) -> str:
         return f"{self.opens[0]}{self.begins[0]}function{_SEP}" + (f"{name}\n```json\n" if name is not None else "")
-
-
-def _require_mark(reader: TextReader, mark: str) -> Steps[None]:
-    if not (yield from reader.take(mark)):
-        raise UnreadableCall(f"{mark} is missing")

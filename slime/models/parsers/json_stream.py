@@ -1,6 +1,9 @@
 """Incremental JSON reader: reads text in pieces and emits it as soon as it is known to be valid.
 
-Invariant: emitted text is exactly the text as written; on invalid JSON the reader stops before the wrong character.
+Invariants: emitted text is exactly the text as written; on invalid JSON the reader stops before the wrong value, key or
+character. An escape that is still incomplete waits in the reader. The cost is linear in the text, which
+excludes the partial parsers of libraries (jiter, pydantic_core): they parse all of the text again for each piece, and
+return values without saying where they end.
 """
 
 from __future__ import annotations
@@ -8,13 +11,15 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Callable
 
 from slime.models.parsers.scanner import Steps, TextReader, UnreadableCall
 
 _SPACE = re.compile(r"[ \t\n\r]*")
-_PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
-_SCALAR_PART = re.compile(r"[-+.0-9A-Za-z]*")
+_IN_STRING = re.compile(r'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')
+_BEGUN_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?|")
+_WORD = re.compile(r"[-+.0-9A-Za-z]*")
 _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _DEEPEST = 100
 _LONGEST_SCALAR = 300  # characters: readers of JSON refuse numbers of thousands of digits
@@ -27,129 +32,70 @@ class JsonScanner:
         self.whole = False
         self.error: str | None = None
         self._open: list[str] = []  # closing brackets of the open arrays and objects
-        self._state = self._value
+        self._expected = "a value"
         self._is_key = False
         self._may_close = False  # right after an opening bracket
-        self._hex = 0
-        self._scalar: list[str] = []
-        self._scalar_size = 0
+        self._scalar = ""
 
     def scan(self, text: str, at: int) -> int:
-        """Continue from `at`; returns the position where it stopped, before the wrong character if there is one."""
-        while at < len(text) and not self.whole and self.error is None:
-            at = self._state(text, at)
+        """Continue from `at`; returns the position up to which the text is valid."""
+        while not self.whole and self.error is None:
+            if self._expected == "a string":
+                at = self._matched(_IN_STRING, text, at)
+                if text[at : at + 1] == '"':
+                    at += 1
+                    self._expected = "a colon" if self._is_key else self._value_ended()
+                elif _BEGUN_ESCAPE.fullmatch(text, at):
+                    return at
+                else:
+                    self.error = "invalid JSON: expected a valid escape in a string"
+                continue
+            if self._expected == "a scalar":
+                begun, at = at, self._matched(_WORD, text, at, at + _LONGEST_SCALAR - len(self._scalar))
+                self._scalar += text[begun:at]
+                if at == len(text):
+                    return at
+                is_number = self._scalar[0] not in "tfn"
+                if not _SCALAR.fullmatch(self._scalar) or (is_number and math.isinf(float(self._scalar))):
+                    self.error = "invalid JSON: expected a number, true, false or null"
+                else:
+                    self._expected = self._value_ended()
+                continue
+            at = self._matched(_SPACE, text, at)
+            if at == len(text):
+                return at
+            character, expected, closes = text[at], self._expected, self._may_close
+            self._may_close = False
+            if self._open and character == self._open[-1] and (closes or expected == "a comma"):
+                self._open.pop()
+                self._expected = self._value_ended()
+            elif character == "," and expected == "a comma":
+                self._expected = "a key" if self._open[-1] == "}" else "a value"
+            elif character == ":" and expected == "a colon":
+                self._expected = "a value"
+            elif character == '"' and expected in ("a key", "a value"):
+                self._is_key, self._expected = expected == "a key", "a string"
+            elif character in "{[" and expected == "a value" and len(self._open) < _DEEPEST:
+                self._open.append("}" if character == "{" else "]")
+                self._expected, self._may_close = "a key" if character == "{" else "a value", True
+            elif expected == "a value" and _WORD.fullmatch(character):
+                self._expected, self._scalar = "a scalar", ""
+                continue
+            else:
+                or_end = f" or {self._open[-1]}" if expected == "a comma" else ""
+                self.error = f"invalid JSON: expected {expected}{or_end}"
+                return at
+            at += 1
         return at
 
-    def _character(self, text: str, at: int) -> tuple[str, int]:
-        found = _SPACE.match(text, at)
-        assert found is not None
-        return text[found.end() : found.end() + 1], found.end()
-
-    def _wrong(self, at: int, wanted: str) -> int:
-        self.error = f"invalid JSON: expected {wanted}"
-        return at
-
-    def _value(self, text: str, at: int) -> int:
-        character, at = self._character(text, at)
-        may_close, self._may_close = self._may_close, self._may_close and not character
-        if character in ("{", "["):
-            if len(self._open) >= _DEEPEST:
-                return self._wrong(at, f"at most {_DEEPEST} levels")
-            self._open.append("}" if character == "{" else "]")
-            self._state = self._key if character == "{" else self._value
-            self._may_close = True
-            return at + 1
-        if character == '"':
-            self._state, self._is_key = self._string, False
-            return at + 1
-        if character == "]" and may_close and self._open[-1:] == ["]"]:
-            return self._close(at)
-        if character == "":
-            return at
-        self._state = self._scalar_part
-        return at if _SCALAR_PART.match(character).end() else self._wrong(at, "a value")  # type: ignore[union-attr]
-
-    def _key(self, text: str, at: int) -> int:
-        character, at = self._character(text, at)
-        may_close, self._may_close = self._may_close, self._may_close and not character
-        if character == '"':
-            self._state, self._is_key = self._string, True
-            return at + 1
-        if character == "}" and may_close:
-            return self._close(at)
-        return at if character == "" else self._wrong(at, "a key")
-
-    def _colon(self, text: str, at: int) -> int:
-        character, at = self._character(text, at)
-        if character == ":":
-            self._state = self._value
-            return at + 1
-        return at if character == "" else self._wrong(at, "a colon")
-
-    def _after(self, text: str, at: int) -> int:
-        character, at = self._character(text, at)
-        if character == ",":
-            self._state = self._key if self._open[-1] == "}" else self._value
-            return at + 1
-        if character == self._open[-1]:
-            return self._close(at)
-        return at if character == "" else self._wrong(at, f"a comma or {self._open[-1]}")
-
-    def _close(self, at: int) -> int:
-        self._open.pop()
-        self._end_of_value()
-        return at + 1
-
-    def _end_of_value(self) -> None:
-        self._state = self._after
+    def _value_ended(self) -> str:
         self.whole = not self._open
+        return "a comma"
 
-    def _string(self, text: str, at: int) -> int:
-        found = _PLAIN.match(text, at)
+    @staticmethod
+    def _matched(pattern: re.Pattern[str], text: str, at: int, end: int = sys.maxsize) -> int:
+        found = pattern.match(text, at, end)
         assert found is not None
-        at = found.end()
-        if at == len(text):
-            return at
-        if text[at] == "\\":
-            self._state = self._escape
-        elif text[at] != '"':
-            return self._wrong(at, "an escaped control character")
-        elif self._is_key:
-            self._state = self._colon
-        else:
-            self._end_of_value()
-        return at + 1
-
-    def _escape(self, text: str, at: int) -> int:
-        if text[at] == "u":
-            self._hex, self._state = 4, self._hex_digit
-        elif text[at] in '"\\/bfnrt':
-            self._state = self._string
-        else:
-            return self._wrong(at, "a valid escape")
-        return at + 1
-
-    def _hex_digit(self, text: str, at: int) -> int:
-        if text[at] not in "0123456789abcdefABCDEF":
-            return self._wrong(at, "a hexadecimal digit")
-        self._hex -= 1
-        if self._hex == 0:
-            self._state = self._string
-        return at + 1
-
-    def _scalar_part(self, text: str, at: int) -> int:
-        found = _SCALAR_PART.match(text, at, at + _LONGEST_SCALAR - self._scalar_size)
-        assert found is not None
-        self._scalar.append(found.group())
-        self._scalar_size += len(found.group())
-        if found.end() < len(text):
-            scalar = "".join(self._scalar)
-            is_word = scalar[:1] in ("t", "f", "n")
-            if _SCALAR.fullmatch(scalar) is None or (not is_word and math.isinf(float(scalar))):
-                return self._wrong(found.end(), "a number, true, false or null")
-            self._scalar.clear()
-            self._scalar_size = 0
-            self._end_of_value()
         return found.end()
 
 

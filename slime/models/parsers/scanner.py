@@ -70,6 +70,11 @@ class TextReader:
             if not (yield from self.more()):
                 return ""
 
+    def require(self, mark: str) -> Steps[None]:
+        """Read `mark`, which must be next."""
+        if not (yield from self.take(mark)):
+            raise UnreadableCall(f"{mark} is missing")
+
     def take(self, mark: str) -> Steps[bool]:
         """Read `mark` if it is next; returns whether it was."""
         while True:
@@ -91,8 +96,8 @@ class TextReader:
             if self.at < len(self.text) or most == 0 or not (yield from self.more()):
                 return "".join(pieces)
 
-    def read_until(self, mark: str) -> Steps[str | None]:
-        """Read up to and including `mark`; returns the text before it, None if the mark never comes."""
+    def read_until(self, mark: str) -> Steps[str]:
+        """Read up to and including `mark`, which must come; returns the text before it."""
         pieces: list[str] = []
         while True:
             found = self.text.find(mark, self.at)
@@ -105,4 +110,4 @@ class TextReader:
             self.at = certain
             if not (yield from self.more()):
                 self.at = len(self.text)
-                return None
+                raise UnreadableCall(f"{mark} is missing: the answer ends inside a call")

@@ -36,10 +36,9 @@ class Qwen3Coder(ToolFormat):
     def read(self, mark: str, reader: TextReader, calls: Calls) -> Steps[None]:
         if mark != _FUNCTION:
             yield from reader.next()
-            if not (yield from reader.take(_FUNCTION)):
-                raise UnreadableCall(f"{_FUNCTION} is missing")
+            yield from reader.require(_FUNCTION)
         tool = yield from read_tool_name(reader)
-        yield from _require_tag_end(reader)
+        yield from reader.require(">")
         calls.begin(tool)
         while True:
             yield from reader.next()
@@ -48,10 +47,8 @@ class Qwen3Coder(ToolFormat):
             if not (yield from reader.take("<parameter=")):
                 raise UnreadableCall("a parameter or </function> is missing")
             name = (yield from reader.run(_NAME, 256)).strip()
-            yield from _require_tag_end(reader)
+            yield from reader.require(">")
             value = yield from reader.read_until("</parameter>")
-            if value is None:
-                raise UnreadableCall("the answer ends inside a call")
             calls.argument(name, self._schemas.value(tool, name, value.removeprefix("\n").removesuffix("\n")))
         if mark != _FUNCTION:
             yield from read_closing_mark(reader, "</tool_call>")
@@ -59,11 +56,6 @@ class Qwen3Coder(ToolFormat):
 
     def opening(self, name: str | None) -> str:
         return f"<tool_call>\n{_FUNCTION}" + (f"{name}>\n" if name is not None else "")
-
-
-def _require_tag_end(reader: TextReader) -> Steps[None]:
-    if not (yield from reader.take(">")):
-        raise UnreadableCall("> is missing after a name")
 
 
 class Glm45(ToolFormat):
@@ -93,12 +85,8 @@ class Glm45(ToolFormat):
 
 
 def _read_element(reader: TextReader, begin: str, end: str) -> Steps[str]:
-    if not (yield from reader.take(begin)):
-        raise UnreadableCall(f"{begin} is missing")
-    found = yield from reader.read_until(end)
-    if found is None:
-        raise UnreadableCall(f"{end} is missing")
-    return found
+    yield from reader.require(begin)
+    return (yield from reader.read_until(end))
 
 
 class Invoke(ToolFormat):
@@ -116,17 +104,15 @@ class Invoke(ToolFormat):
 
     def read(self, mark: str, reader: TextReader, calls: Calls) -> Steps[None]:
         tool = yield from _read_quoted_name(reader)
-        yield from _require_mark(reader, ">")
+        yield from reader.require(">")
         calls.begin(tool)
         yield from reader.next()
         while not (yield from reader.take(f"</{self.prefix}invoke>")):
-            yield from _require_mark(reader, f'<{self.prefix}parameter name="')
+            yield from reader.require(f'<{self.prefix}parameter name="')
             name = yield from _read_quoted_name(reader)
             is_text = yield from self._is_text(reader)
-            yield from _require_mark(reader, ">")
+            yield from reader.require(">")
             value = yield from reader.read_until(f"</{self.prefix}parameter>")
-            if value is None:
-                raise UnreadableCall("the answer ends inside a call")
             calls.argument(name, self._typed(tool, name, value, is_text))
             yield from reader.next()
         calls.end()
@@ -162,10 +148,5 @@ class Dsml(Invoke):
 
 def _read_quoted_name(reader: TextReader) -> Steps[str]:
     name = yield from reader.run(_INVOKE_NAME, 256)
-    yield from _require_mark(reader, '"')
+    yield from reader.require('"')
     return name
-
-
-def _require_mark(reader: TextReader, mark: str) -> Steps[None]:
-    if not (yield from reader.take(mark)):
-        raise UnreadableCall(f"{mark} is missing")
