@@ -214,11 +214,6 @@ class OpenAIRoutes:
     def __init__(self, engine: EngineBridge) -> None:
         self._engine = engine
 
-    def add_to(self, router: web.UrlDispatcher) -> None:
-        router.add_get("/v1/models", self.models)
-        router.add_post("/v1/chat/completions", self.chat_completions)
-        router.add_post("/v1/completions", self.completions)
-
     @property
     def _model(self) -> str:
         return self._engine.core.options.served_model_name

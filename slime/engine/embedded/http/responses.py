@@ -183,25 +183,17 @@ def _meta_info(
         meta["output_token_logprobs"] = written.entries
         if seq.top_logprobs:
             meta["output_top_logprobs"] = [[(lp, t, None) for lp, t in best] for best in piece.top]
-    if piece.finish is not None:
-        meta |= _final_meta_info(seq)
-    return meta
-
-
-def _final_meta_info(seq: Sequence) -> JsonObject:
-    """Return the fields of a finished sequence only; an aborted one may have scores for part of its prompt only.
-
-    Routed experts have SGLang's form: base64 of int32 `[positions, layers, topk]`, for all tokens except the last,
-    which is not computed. A sequence that was aborted before its prompt was computed has none.
-    """
-    meta: JsonObject = {}
+    if piece.finish is None:
+        return meta
     if seq.finished is not None:
         meta["e2e_latency"] = seq.finished - seq.arrived
-    if seq.logprob_start is not None:
+    if seq.logprob_start is not None:  # an aborted sequence may have scores for part of its prompt only
         scores = [None, *seq.input_logprobs]
         prompt = seq.prompt_ids[seq.logprob_start :]
         meta["input_token_logprobs"] = orjson.Fragment(_entries(scores, prompt))
     if seq.routed_from is not None:
+        # SGLang's form: base64 of int32 [positions, layers, topk], for all tokens except the last, which is not
+        # computed. A sequence that was aborted before its prompt was computed has none.
         rows = np.concatenate(seq.routed) if seq.routed else np.empty(0, np.int32)
         if len(rows) >= seq.length - 1:
             experts = rows[seq.routed_from : seq.length - 1].astype(np.int32).tobytes()

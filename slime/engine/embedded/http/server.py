@@ -18,7 +18,14 @@ from slime.cluster.http_server import Connections
 from slime.engine.embedded.engine import PAUSE_MODES
 from slime.engine.embedded.errors import BadRequest, BucketNotReceived
 from slime.engine.embedded.http.async_engine import EngineBridge, FinishedSequence, run_in_daemon_thread
-from slime.engine.embedded.http.http_io import error_answer, event_stream, json_answer, json_body, send_event
+from slime.engine.embedded.http.http_io import (
+    RequestField,
+    error_answer,
+    event_stream,
+    json_answer,
+    json_body,
+    send_event,
+)
 from slime.engine.embedded.http.openai import OpenAIRoutes
 from slime.engine.embedded.http.requests import (
     GenerateRequest,
@@ -40,25 +47,6 @@ _BLOB = "application/octet-stream"
 _PROBE_SECONDS = 20.0
 _LOOK_SECONDS = 0.02
 _COLUMNS_HEADER = "X-Slime-Columns"  # the tokens of an answer as columns, for slime's own client
-_OPEN = frozenset(
-    {
-        "/health",
-        "/readiness",
-        "/health_generate",
-        "/server_info",
-        "/get_server_info",
-        "/model_info",
-        "/get_model_info",
-        "/get_weight_version",
-        "/workers",
-        "/v1/loads",
-        "/v1/models",
-        "/v1/completions",
-        "/v1/chat/completions",
-        "/generate",
-    }
-)
-"""Routes without effect on later answers. All other routes are control routes, which require the key."""
 _GENERATING = ("/generate", "/health_generate", "/v1/completions", "/v1/chat/completions")
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -75,35 +63,46 @@ class EngineServer:
         self._engine = engine
         middlewares = [self._guard] if connections is None else [self._guard, connections.served]
         self.app = web.Application(client_max_size=engine.core.options.max_body_mb << 20, middlewares=middlewares)
-        router = self.app.router
-        for path in ("/health", "/readiness"):
-            router.add_get(path, self.health)
-        router.add_get("/health_generate", self.health_generate)
-        for path in ("/server_info", "/get_server_info"):
-            router.add_get(path, self.server_info)
-        for path in ("/get_model_info", "/model_info"):
-            router.add_get(path, self.model_info)
-        router.add_get("/v1/loads", self.loads)
-        router.add_get("/workers", self.workers)
+        openai, router = OpenAIRoutes(engine), self.app.router
+        gets: dict[str, Handler] = {
+            **dict.fromkeys(("/health", "/readiness"), self.health),
+            "/health_generate": self.health_generate,
+            **dict.fromkeys(("/server_info", "/get_server_info"), self.server_info),
+            **dict.fromkeys(("/model_info", "/get_model_info"), self.model_info),
+            "/workers": self.workers,
+            "/v1/loads": self.loads,
+            "/v1/models": openai.models,
+        }
+        posts: dict[str, Handler] = {
+            "/generate": self.generate,
+            "/v1/chat/completions": openai.chat_completions,
+            "/v1/completions": openai.completions,
+        }
+        controls: dict[str, Handler] = {
+            "/abort_request": self.abort_request,
+            "/pause_generation": self.pause_generation,
+            "/continue_generation": self.continue_generation,
+            "/release_memory_occupation": self.release_memory,
+            "/resume_memory_occupation": self.resume_memory,
+            "/update_weights_from_disk": self.update_weights_from_disk,
+            _BLOBS_AT: self.update_weights_from_tensor,
+            "/init_weights_update_group": self.init_weights_update_group,
+            "/update_weights_from_distributed": self.update_weights_from_distributed,
+            "/destroy_weights_update_group": self.destroy_weights_update_group,
+            "/update_weights_from_handle": self.update_weights_from_handle,
+            "/load_lora_adapter": self.load_lora_adapter,
+            "/unload_lora_adapter": self.unload_lora_adapter,
+            "/weights_checker": self.weights_checker,
+        }
+        for path, handler in gets.items():
+            router.add_get(path, handler)
+        for path, handler in (posts | controls).items():
+            router.add_post(path, handler)
         for method in ("GET", "POST"):
             router.add_route(method, "/flush_cache", self.flush_cache)
             router.add_route(method, "/get_weight_version", self.get_weight_version)
-        router.add_post("/generate", self.generate)
-        router.add_post("/abort_request", self.abort_request)
-        router.add_post("/pause_generation", self.pause_generation)
-        router.add_post("/continue_generation", self.continue_generation)
-        router.add_post("/update_weights_from_disk", self.update_weights_from_disk)
-        router.add_post(_BLOBS_AT, self.update_weights_from_tensor)
-        router.add_post("/init_weights_update_group", self.init_weights_update_group)
-        router.add_post("/update_weights_from_distributed", self.update_weights_from_distributed)
-        router.add_post("/destroy_weights_update_group", self.destroy_weights_update_group)
-        router.add_post("/update_weights_from_handle", self.update_weights_from_handle)
-        router.add_post("/load_lora_adapter", self.load_lora_adapter)
-        router.add_post("/unload_lora_adapter", self.unload_lora_adapter)
-        router.add_post("/weights_checker", self.weights_checker)
-        router.add_post("/release_memory_occupation", self.release_memory)
-        router.add_post("/resume_memory_occupation", self.resume_memory)
-        OpenAIRoutes(self._engine).add_to(router)
+        self._open = {*gets, *posts, "/get_weight_version"}
+        """Routes without effect on later answers. All other routes are control routes, which require the key."""
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -135,7 +134,7 @@ class EngineServer:
         resource = request.match_info.route.resource
         if request.path.startswith("/health"):
             return None
-        options, is_open = self.core.options, resource is None or resource.canonical in _OPEN
+        options, is_open = self.core.options, resource is None or resource.canonical in self._open
         control = options.admin_api_key or options.api_key
         keys = (options.api_key, control) if is_open else (control,)
         if not any(carries_key(request.headers, key) for key in keys):
@@ -288,8 +287,7 @@ class EngineServer:
 
     async def update_weights_from_disk(self, request: web.Request) -> web.Response:
         body = await json_body(request)
-        folder = body["model_path"].text()
-        version, flush = body["weight_version"].optional_text(), body["flush_cache"].flag(True)
+        folder, version, flush = body["model_path"].text(), *_version_and_flush(body)
         return await self._run_update(lambda: self.core.update_from_folder(folder, version, flush=flush))
 
     async def update_weights_from_tensor(self, request: web.Request) -> web.Response:
@@ -307,7 +305,7 @@ class EngineServer:
             )
         if body["load_format"].optional_text() != "safetensors_file" or not (paths := body["paths"].texts()):
             raise BadRequest("give load_format safetensors_file and paths, a list of safetensors files")
-        version, flush = body["weight_version"].optional_text(), body["flush_cache"].flag(True)
+        version, flush = _version_and_flush(body)
         return await self._run_update(lambda: self.core.update_from_files(paths, version, flush=flush))
 
     async def init_weights_update_group(self, request: web.Request) -> web.Response:
@@ -318,7 +316,7 @@ class EngineServer:
     async def update_weights_from_distributed(self, request: web.Request) -> web.Response:
         body = await json_body(request)
         bucket = parse_bucket(body)
-        version, flush = body["weight_version"].optional_text(), body["flush_cache"].flag(True)
+        version, flush = _version_and_flush(body)
         await self._engine.call(lambda: self.core.expect_from_group(bucket, version), meets_steps=True)
         try:
             tensors = await asyncio.wrap_future(self.core.groups.receive(bucket, self.core.runner.device))
@@ -334,7 +332,7 @@ class EngineServer:
         """
         body = await json_body(request)
         memory, bucket = shared_memory(body), parse_bucket(body)
-        version, flush = body["weight_version"].optional_text(), body["flush_cache"].flag(True)
+        version, flush = _version_and_flush(body)
         mode = body["pause_mode"].one_of(PAUSE_MODES, "abort") if "pause_mode" in body else None
         opened = await asyncio.to_thread(self.core.open_shared, memory, bucket)
         try:
@@ -354,7 +352,7 @@ class EngineServer:
         """Load an adapter: SGLang's fields and an update's. There is one at a time, for all requests."""
         body = await json_body(request)
         name, folder = body["lora_name"].text(), body["lora_path"].text()
-        version, flush = body["weight_version"].optional_text(), body["flush_cache"].flag(True)
+        version, flush = _version_and_flush(body)
         return await self._run_update(
             lambda: self.core.load_adapter(name, folder, version, flush=flush), {"loaded_adapters": {name: folder}}
         )
@@ -362,7 +360,7 @@ class EngineServer:
     async def unload_lora_adapter(self, request: web.Request) -> web.Response:
         body = await json_body(request)
         name = body["lora_name"].text()
-        version, flush = body["weight_version"].optional_text(), body["flush_cache"].flag(True)
+        version, flush = _version_and_flush(body)
         return await self._run_update(
             lambda: self.core.unload_adapter(name, version, flush=flush), {"loaded_adapters": {}}
         )
@@ -389,3 +387,7 @@ class EngineServer:
                 **(more or {}),
             }
         )
+
+
+def _version_and_flush(body: RequestField) -> tuple[str | None, bool]:
+    return body["weight_version"].optional_text(), body["flush_cache"].flag(True)
