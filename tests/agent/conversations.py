@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from slime.agent.messages import Message, ToolCall, TurnRequest
-from slime.agent.session.matching import MatchOutcome
 from slime.agent.session.session import Prompt, SampledTurn, Session
+from slime.agent.session.tree import MatchOutcome
 
 TOOLS = tuple({"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in ("a", "b"))
 SPECIAL = ("", " <|im_end|>", "\n</think>", " <|eot_id|> <tool_call>")

@@ -14,9 +14,8 @@ from slime.agent.session.limits import (
     PromptExceedsContext,
     SessionClosed,
 )
-from slime.agent.session.matching import MatchOutcome
 from slime.agent.session.session import Prompt, SampledTurn, Session
-from slime.agent.session.tree import Turn
+from slime.agent.session.tree import MatchOutcome, Turn
 from slime.data.sample import Sample
 from tests.agent.byte_template import END, ByteTemplate, assistant, call, sampled, system, tool, user
 

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 
 from slime.agent.session.limits import ContinuationRefused, LimitReached, Limits
-from slime.agent.session.matching import MatchOutcome
 from slime.agent.session.records import BadRecord
 from slime.agent.session.session import Session
+from slime.agent.session.tree import MatchOutcome
 from slime.data.buffer.codec import Codec
 from tests.agent.byte_template import ByteTemplate, assistant, call, sampled, tool, user
 from tests.agent.test_session import Talk, base_sample

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from slime.agent.session.matching import MatchOutcome
+from slime.agent.session.tree import MatchOutcome
 from slime.agent.session.turn_journal import Attempt, TurnJournal
 from slime.storage.sqlite_store import JournalFailed
 from tests.agent.byte_template import ByteTemplate, assistant, call, tool, user

@@ -25,9 +25,19 @@ from slime.agent.session.limits import (
     SessionClosed,
     SessionCounters,
 )
-from slime.agent.session.matching import Decision, MatchOutcome, decide
 from slime.agent.session.records import BadRecord, session_samples, tree_of, turn_record
-from slime.agent.session.tree import Context, Held, Tree, Turn, concatenate_ids, count_retokenised, path
+from slime.agent.session.tree import (
+    Context,
+    Decision,
+    Held,
+    MatchOutcome,
+    Tree,
+    Turn,
+    concatenate_ids,
+    count_retokenised,
+    decide,
+    path,
+)
 from slime.data.sample import Reward, Sample
 from slime.storage.json_types import JsonMapping, JsonObject
 
