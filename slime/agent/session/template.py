@@ -30,7 +30,6 @@ from slime.agent.session.special_tokens import SpecialTokenEncoder, iter_texts, 
 from slime.agent.session.template_probe import (
     ADDITIONS,
     NO_TEMPLATE,
-    Probe,
     Renderer,
     TemplateRefused,
     TemplateShape,
@@ -40,6 +39,7 @@ from slime.agent.session.template_probe import (
     complete_tool,
     find_ending,
     in_order,
+    probe_shape,
     template_source,
     tool,
     user_message,
@@ -182,7 +182,7 @@ class ChatTemplate:
         if not self._renderer.source:
             return NO_TEMPLATE
         try:
-            self.shape = Probe(self._renderer).settle()
+            self.shape = probe_shape(self._renderer)
             self.ending = find_ending(self._renderer, self.shape, self._special, self._tokenizer.eos_token)
         except TemplateRefused as refused:
             return f"{refused}: its turns cannot be continued"

@@ -1,7 +1,7 @@
 """Probes a chat template with small conversations: which messages it renders, and how it ends a turn.
 
-`Shape` says which forms of messages the template renders, and converts conversations to them. `Renderer` renders
-messages to text, `Probe` finds the shape, and `find_ending` finds the tokens that end a turn.
+`TemplateShape` says which forms of messages the template renders, and converts conversations to them. `Renderer`
+renders messages to text, `probe_shape` finds the shape, and `find_ending` finds the tokens that end a turn.
 
 Invariants: nothing here depends on the model family. A form is not used if the template refuses it, or if a text is
 then missing, duplicated or out of order. Every text of a conversation is passed to the template, in its order: a
@@ -14,7 +14,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -277,75 +278,64 @@ ADDITIONS: dict[str, tuple[Message, ProbeMessages, tuple[str, ...]]] = {
 """Kinds of additions to a turn: the turn, the messages that a client adds, and the words in these messages."""
 
 
-class Probe:
-    """Finds the shape of a template by rendering probe conversations, one property at a time."""
+def probe_shape(renderer: Renderer) -> TemplateShape:
+    """Find the least restrictive shape with which every word is rendered in its place, one property at a time."""
+    shape = TemplateShape()
 
-    def __init__(self, renderer: Renderer) -> None:
-        self._renderer = renderer
-        self.shape = TemplateShape()
-
-    def settle(self) -> TemplateShape:
-        """Return the least restrictive shape with which every word is rendered in its place."""
-        if not self._shown((user_message(A),), (A,)):
-            self.shape = replace(self.shape, parts=True)
-        self._unless("system_first", ((system(A), user_message(B)), (A, B)))
-        self._unless("users_in_row", ((user_message(A), user_message(B)), (A, B)))
-        self._unless(
-            "assistants_in_row",
-            ((user_message(A), assistant_message(B), assistant_message(C), user_message(D)), (A, B, C, D)),
-        )
-        self._unless("assistant_first", ((assistant_message(A), user_message(B)), (A, B)))
-        self._settle_calls()
-        if self.shape.calls:
-            self._unless("any_call_id", *self._answered(call(B, _LONG_ID)))
-            self._unless("parallel_calls", ((user_message(A), assistant_message("", *PARALLEL)), (A, B, C)))
-            if not self._shown((user_message(A), assistant_message("", *PARALLEL)), (A, B, C)):
-                self.shape = replace(self.shape, calls=False)
-            self._unless("calls_with_text", ((user_message(A), assistant_message(B, call(C))), (A, C)))
-            self._unless(
-                "calls_with_text_and_reasoning", ((user_message(A), assistant_message(B, call(C), reasoning=D)), (A, C))
-            )
-        one, two = (
-            (user_message(A), assistant_message("", call(B))),
-            (user_message(A), assistant_message("", *PARALLEL)),
-        )
-        self._unless("tools", ((*one, result(C)), (A, C)), ((*two, *RESULTS), (A, D)))
-        self._unless("user_after_tool", ((*one, result(C), user_message(D)), (A, C, D)))
-        self._unless(
-            "system_anywhere",
-            ((user_message(A), assistant_message(B), user_message(C), system(D)), (A, B, C, D)),
-            ((user_message(A), assistant_message(B), system(C), user_message(D)), (A, B, C, D)),
-            ((*one, result(C), system(D)), (A, C, D)),
-        )
-        return self.shape
-
-    def _unless(self, field: str, *trials: tuple[ProbeMessages, tuple[str, ...]]) -> None:
-        """Switch a property of the shape off unless all trials succeed."""
-        if not all(self._shown(*trial) for trial in trials):
-            self.shape = replace(self.shape, **{field: False})
-
-    def _settle_calls(self) -> None:
-        """Find the form of arguments (mapping or text) and of missing content ("" or None) that renders calls."""
-        for empty_is_none in (False, True):
-            for mapped in (True, False):
-                self.shape = replace(self.shape, mapped_arguments=mapped, empty_is_none=empty_is_none)
-                if any(self._shown(*trial, unlike=("'place'", '\\"place')) for trial in self._answered(call(B))):
-                    return
-        self.shape = replace(self.shape, calls=False, mapped_arguments=True, empty_is_none=False)
-
-    def _answered(self, made: ToolCall) -> Iterator[tuple[ProbeMessages, tuple[str, ...]]]:
-        alone = (user_message(A), assistant_message("", made))
-        if self.shape.tools and self._shown((*alone, result(C, made.id)), (A, B, C)):
-            yield (*alone, result(C, made.id)), (A, B, C)
-        else:
-            yield alone, (A, B)
-
-    def _shown(self, messages: ProbeMessages, words: Sequence[str], unlike: tuple[str, ...] = ()) -> bool:
+    def is_shown(messages: ProbeMessages, words: Sequence[str], unlike: tuple[str, ...] = ()) -> bool:
         try:
-            text = self._renderer.text(self.shape.of(messages))
+            text = renderer.text(shape.of(messages))
         except TemplateRefused:
             return False
         return in_order(text, words) and not any(odd in text for odd in unlike)
+
+    def require(field: str, *trials: tuple[ProbeMessages, tuple[str, ...]]) -> None:
+        """Switch a property of the shape off unless all trials succeed."""
+        nonlocal shape
+        if not all(is_shown(*trial) for trial in trials):
+            shape = replace(shape, **{field: False})
+
+    def called(made: ToolCall) -> tuple[ProbeMessages, tuple[str, ...]]:
+        alone = (user_message(A), assistant_message("", made))
+        answered = (*alone, result(C, made.id)), (A, B, C)
+        return answered if shape.tools and is_shown(*answered) else (alone, (A, B))
+
+    if not is_shown((user_message(A),), (A,)):
+        shape = replace(shape, parts=True)
+    require("system_first", ((system(A), user_message(B)), (A, B)))
+    require("users_in_row", ((user_message(A), user_message(B)), (A, B)))
+    in_row = (user_message(A), assistant_message(B), assistant_message(C), user_message(D))
+    require("assistants_in_row", (in_row, (A, B, C, D)))
+    require("assistant_first", ((assistant_message(A), user_message(B)), (A, B)))
+
+    # The form of arguments (mapping or text) and of missing content ("" or None) in which calls are rendered.
+    for empty_is_none, mapped in ((False, True), (False, False), (True, True), (True, False)):
+        shape = replace(shape, mapped_arguments=mapped, empty_is_none=empty_is_none)
+        if is_shown(*called(call(B)), unlike=("'place'", '\\"place')):
+            break
+    else:
+        shape = replace(shape, calls=False, mapped_arguments=True, empty_is_none=False)
+    one, two = (
+        (user_message(A), assistant_message("", call(B))),
+        (user_message(A), assistant_message("", *PARALLEL)),
+    )
+    if shape.calls:
+        require("any_call_id", called(call(B, _LONG_ID)))
+        require("parallel_calls", (two, (A, B, C)))
+        if not is_shown(two, (A, B, C)):
+            shape = replace(shape, calls=False)
+        require("calls_with_text", ((user_message(A), assistant_message(B, call(C))), (A, C)))
+        with_reasoning = (user_message(A), assistant_message(B, call(C), reasoning=D))
+        require("calls_with_text_and_reasoning", (with_reasoning, (A, C)))
+    require("tools", ((*one, result(C)), (A, C)), ((*two, *RESULTS), (A, D)))
+    require("user_after_tool", ((*one, result(C), user_message(D)), (A, C, D)))
+    require(
+        "system_anywhere",
+        ((user_message(A), assistant_message(B), user_message(C), system(D)), (A, B, C, D)),
+        ((user_message(A), assistant_message(B), system(C), user_message(D)), (A, B, C, D)),
+        ((*one, result(C), system(D)), (A, C, D)),
+    )
+    return shape
 
 
 class TurnEndStyle(Enum):
@@ -373,106 +363,70 @@ class TurnEnding:
 
 def find_ending(renderer: Renderer, shape: TemplateShape, special: SpecialTokenEncoder, eos: str | None) -> TurnEnding:
     """Find the tokens that end turns; raises `TemplateRefused` if the template does not render assistant messages."""
-    seen = _ControlTokenFinder(renderer, shape, special)
-    alone, answered = (
-        seen.after((assistant_message(B),), ask=False),
-        seen.after((assistant_message(B), user_message(C))),
-    )
-    if alone and seen.first_closing(alone, answered, eos) != seen.user_opening_token():
-        return seen.closed(alone, answered, eos)
-    if answered:
-        seen.has_next = bool(alone)
-        ends = seen.openings((assistant_message(B), user_message(C)), (assistant_message("", call(B)), result(C)))
-        others = seen.openings(
-            (assistant_message("", call(B)), user_message(C)),
-            (assistant_message(B), system(C)),
-            (assistant_message(B), assistant_message(C)),
-            (assistant_message(B),),
-        )
-        cuts = _distinct([*ends, *others])
-        return TurnEnding(TurnEndStyle.OPENED, cuts, _distinct(ends), openings=cuts)
-    return TurnEnding(TurnEndStyle.BARE)
+    tokens_in = special.pattern.findall
 
+    def text_of(messages: ProbeMessages, *, ask: bool = True) -> str:
+        return renderer.text(shape.of(messages), ask=ask)
 
-class _ControlTokenFinder:
-    """Finds the control tokens that a template writes around the words of a conversation."""
-
-    def __init__(self, renderer: Renderer, shape: TemplateShape, special: SpecialTokenEncoder) -> None:
-        self._renderer = renderer
-        self._shape = shape
-        self._special = special
-        self.has_next = False
-        """Whether the template writes the token that opens a user message after the last turn too."""
-
-    def closed(self, alone: list[str], answered: list[str], eos: str | None) -> TurnEnding:
-        """Return the ending of a template that closes turns with a token.
-
-        The token may be another one in the history, and a third one after a call.
-        """
-        first = self.first_closing(alone, answered, eos)
-        known = [first, *([] if first in answered else answered[:1])]
-        try:
-            tokens = self.after((assistant_message("", call(B)),), ask=False)
-        except TemplateRefused:
-            tokens = []
-        # The last token after a call, if a call ends with another token than other turns.
-        after_call = [] if set(tokens) & set(known) else tokens[-1:]
-        more = [token for token in _MORE_ENDS if token in self._special.ids and token in self._renderer.source]
-        between_calls = self._between((user_message(A), assistant_message("", *PARALLEL)), B, C)
-        between_results = self._between(
-            (user_message(A), assistant_message("", *PARALLEL), *RESULTS), RESULTS[0].content, D
-        )
-        return TurnEnding(
-            TurnEndStyle.CLOSED,
-            cuts=_distinct([*known, *after_call, *more]),
-            stops=_distinct([first, *(token for token in after_call if token not in between_calls), *more]),
-            openings=tuple(token for token in after_call if token in between_results),
-            call_ends=tuple(token for token in after_call if token in between_calls),
-        )
-
-    def first_closing(self, alone: list[str], answered: list[str], eos: str | None) -> str:
-        """Return the token that ends a last turn, out of the tokens `alone` after it."""
-        both = [one for one, other in zip(alone, answered, strict=False) if one == other]
-        return eos if eos is not None and eos in both else alone[0]
-
-    def user_opening_token(self) -> str | None:
-        """Return the token that opens a user message."""
-        before = self._tokens(self._text((user_message(A),)).partition(A)[0])
-        return before[-1] if before else None
-
-    def after(self, messages: ProbeMessages, *, ask: bool = True) -> list[str]:
+    def after(messages: ProbeMessages, *, ask: bool = True) -> list[str]:
         """Return the tokens between the word B of an assistant turn and the word C of what follows."""
-        _, found, rest = self._text((user_message(A), *messages), ask=ask).rpartition(B)
+        _, found, rest = text_of((user_message(A), *messages), ask=ask).rpartition(B)
         if not found:
             raise TemplateRefused("the model's chat template does not render the text of assistant messages")
-        return self._tokens(rest.partition(C)[0])
+        return tokens_in(rest.partition(C)[0])
 
-    def openings(self, *conversations: ProbeMessages) -> list[str]:
-        """Return the first token after the first message of each conversation."""
-        found = []
-        for turn, *following in conversations:
-            try:
-                alone, whole = self.after((turn,), ask=False), self.after((turn, *following))
-            except TemplateRefused:
-                continue
-            inside = len(alone) - self.has_next
-            found += whole[inside : inside + 1]
-        return found
+    def between(messages: ProbeMessages, word: str, other: str) -> list[str]:
+        with suppress(TemplateRefused):
+            if shape.parallel_calls:
+                return tokens_in(text_of(messages).rpartition(other)[0].rpartition(word)[2])
+        return []
 
-    def _between(self, messages: ProbeMessages, word: str, other: str) -> list[str]:
-        if not self._shape.parallel_calls:
-            return []
-        try:
-            text = self._text(messages)
-        except TemplateRefused:
-            return []
-        return self._tokens(text.rpartition(other)[0].rpartition(word)[2])
+    alone = after((assistant_message(B),), ask=False)
+    answered = after((assistant_message(B), user_message(C)))
+    if alone:
+        # Does the first of them close the turn, or does it open a user message, which the template writes last?
+        both = [one for one, other in zip(alone, answered, strict=False) if one == other]
+        first = eos if eos is not None and eos in both else alone[0]
+        before_user = tokens_in(text_of((user_message(A),)).partition(A)[0])
+        if first not in before_user[-1:]:
+            # A token closes turns, perhaps another one in the history, and a third one after a call.
+            known = [first, *([] if first in answered else answered[:1])]
+            after_call: list[str] = []
+            with suppress(TemplateRefused):
+                after_call = after((assistant_message("", call(B)),), ask=False)
+            after_call = [] if set(after_call) & set(known) else after_call[-1:]
+            more = [token for token in _MORE_ENDS if token in special.ids and token in renderer.source]
+            called = (user_message(A), assistant_message("", *PARALLEL))
+            between_calls = between(called, B, C)
+            between_results = between((*called, *RESULTS), RESULTS[0].content, D)
+            return TurnEnding(
+                TurnEndStyle.CLOSED,
+                cuts=_distinct([*known, *after_call, *more]),
+                stops=_distinct([first, *(token for token in after_call if token not in between_calls), *more]),
+                openings=tuple(token for token in after_call if token in between_results),
+                call_ends=tuple(token for token in after_call if token in between_calls),
+            )
+    if not answered:
+        return TurnEnding(TurnEndStyle.BARE)
+    found: list[str] = []  # the first token after the first message of each conversation
+    ends: list[str] = []
+    for number, (turn, *following) in enumerate(_OPENED_TURNS):
+        with suppress(TemplateRefused):
+            inside = len(after((turn,), ask=False)) - bool(alone)
+            found += after((turn, *following))[inside : inside + 1]
+        if number == 1:  # a user message and a tool's result can be sampled as ends
+            ends = list(found)
+    return TurnEnding(TurnEndStyle.OPENED, _distinct(found), _distinct(ends), openings=_distinct(found))
 
-    def _text(self, messages: ProbeMessages, *, ask: bool = True) -> str:
-        return self._renderer.text(self._shape.of(messages), ask=ask)
 
-    def _tokens(self, text: str) -> list[str]:
-        return self._special.pattern.findall(text)
+_OPENED_TURNS: tuple[ProbeMessages, ...] = (
+    (assistant_message(B), user_message(C)),
+    (assistant_message("", call(B)), result(C)),
+    (assistant_message("", call(B)), user_message(C)),
+    (assistant_message(B), system(C)),
+    (assistant_message(B), assistant_message(C)),
+    (assistant_message(B),),
+)
 
 
 def _distinct(tokens: Iterable[str]) -> tuple[str, ...]:
