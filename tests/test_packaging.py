@@ -68,3 +68,10 @@ def test_make_announces_downloads_before_installing(target: str, tmp_path: Path)
             venv = line.partition("/bin/python")[0]
             assert f"into {venv}:" in said, line
     assert installs > 0
+
+
+def test_wheel_has_every_data_file_of_the_package() -> None:
+    patterns = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["slime"]
+    packaged = {path for pattern in patterns for path in (ROOT / "slime").glob(pattern)}
+    files = {path for path in (ROOT / "slime").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert sorted(map(str, files - packaged)) == []

@@ -6,9 +6,10 @@ They run on a config whose values are derived and in range, the cheapest checks 
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from slime.algorithms.estimators import NONZERO_STD_FILTER
@@ -16,12 +17,13 @@ from slime.config.algorithm import algorithm_contradictions, biased_sampling_fla
 from slime.config.async_mode import async_contradictions
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.datasets import eval_datasets, mixture_contradictions, reads_prompts, train_datasets
+from slime.config.fields import flag_name
 from slime.config.flags.data import DEFAULT_DATA_SOURCE
 from slime.config.flags.rollout import DEFAULT_ROLLOUT_FUNCTION, FULL
 from slime.config.initial_weights import check_weight_sources, find_initial_weights
 from slime.config.lora import check_adapter, lora_contradictions
-from slime.config.megatron_flags import CHOICES, NEUTRAL, REFUSED_BY_MEGATRON, given_settings
-from slime.config.model_folder import dataset_hint
+from slime.config.megatron_flags import CHOICES, COMPARED_SHAPE_KEYS, NEUTRAL, REFUSED_BY_MEGATRON, given_settings
+from slime.config.model_folder import dataset_hint, read_model_config, read_shape
 from slime.config.parallelism import layout_contradictions, sharing_contradictions, uses_megatron
 from slime.config.paths import check_folders
 from slime.errors import UserError
@@ -99,8 +101,6 @@ def check_contradictions(config: Config) -> None:
     """Raise a `UserError` for the first contradiction between flags."""
     for sentence in _contradictions(config):
         raise UserError(sentence)
-    _check_patterns("--freeze-params-name-list", config.freeze_params_name_list)
-    _check_patterns("--only-train-params-name-list", config.only_train_params_name_list)
 
 
 def _contradictions(config: Config) -> Iterator[str]:
@@ -130,6 +130,15 @@ def _contradictions(config: Config) -> Iterator[str]:
     for name, value in config.train_env_vars.items():
         if not name or "=" in name or "\0" in name or not isinstance(value, str | int | float):
             yield f"--train-env-vars: {name!r} with the value {value!r} is not an environment variable: name and text"
+    for flag, patterns in (
+        ("--freeze-params-name-list", config.freeze_params_name_list),
+        ("--only-train-params-name-list", config.only_train_params_name_list),
+    ):
+        for pattern in patterns or ():
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                yield f"{flag} {pattern!r} is not a regular expression: {error}"
 
 
 def _length_and_data(config: Config) -> Iterator[str]:
@@ -239,14 +248,6 @@ def _schedule(config: Config) -> Iterator[str]:
         yield f"--weight-decay-incr-style {style} needs both --start-weight-decay and --end-weight-decay"
 
 
-def _check_patterns(flag: str, patterns: Sequence[str] | None) -> None:
-    for pattern in patterns or ():
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise UserError(f"{flag} {pattern!r} is not a regular expression: {error}") from error
-
-
 def check_files(config: Config) -> None:
     """Raise a `UserError` for the first file or folder that the run could not read or write."""
     check_weight_sources(config)
@@ -304,6 +305,36 @@ def _check_data_file(data: str, flag: str, *, is_ours: bool) -> None:
         raise UserError(f"{flag}: {path} ends in {path.suffix or 'nothing'!r}: convert it to .jsonl or .parquet")
     if not os.access(path, os.R_OK):
         raise UserError(f"{flag}: no permission to read {path}")
+
+
+def check_shape_flags(config: Config) -> None:
+    """Raise a `UserError` if routing replay is on and the model has no routers, or a shape flag contradicts the model.
+
+    A flag whose number differs from config.json is refused with both numbers; values that config.json does not have
+    are not compared.
+    """
+    compared = (*COMPARED_SHAPE_KEYS, "untie_embeddings_and_output_weights")
+    given = {name: config.carried[name] for name in compared if name in config.carried}
+    if not given and not config.use_routing_replay:
+        return
+    file = Path(config.hf_checkpoint) / "config.json"
+    model, shape = read_model_config(file), read_shape(file)
+    of_latent_attention = ("kv_channels", "num_query_groups") if "kv_lora_rank" in model else ()
+    for name, value in given.items():
+        hf_name, number = shape.get(name, ("", None))
+        if number is not None and name not in of_latent_attention and not math.isclose(number, value, rel_tol=1e-6):
+            raise UserError(
+                f"{flag_name(name)} {value} contradicts {hf_name} {number} in {file}: "
+                "drop the flag or name the right model folder"
+            )
+    if given.get("untie_embeddings_and_output_weights") and model.get("tie_word_embeddings") is True:
+        raise UserError(
+            f"--untie-embeddings-and-output-weights contradicts tie_word_embeddings true in {file}: drop the flag or "
+            "name the right model folder"
+        )
+    if config.use_routing_replay and "num_experts" not in shape:
+        flag = "--use-rollout-routing-replay" if config.use_rollout_routing_replay else "--use-routing-replay"
+        raise UserError(f"{flag} repeats the choices of routers, but the model of {file} has none: drop the flag")
 
 
 def check_megatron_flags(config: Config) -> None:

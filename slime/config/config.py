@@ -32,31 +32,6 @@ from slime.config.plugins.args import Overlay
 from slime.errors import UserError
 from slime.storage.json_types import JsonMapping, JsonObject
 
-GROUPS: tuple[type, ...] = (
-    ModelFlags,
-    DataFlags,
-    RolloutFlags,
-    AgentFlags,
-    LiveFlags,
-    AsyncFlags,
-    RewardFlags,
-    EvalFlags,
-    AlgorithmFlags,
-    CorrectionFlags,
-    CriticFlags,
-    DistillationFlags,
-    OptimizerFlags,
-    LoraFlags,
-    CheckpointFlags,
-    ClusterFlags,
-    MegatronFlags,
-    EngineFlags,
-    WeightFlags,
-    LoggingFlags,
-    DebugFlags,
-    UpstreamFlags,
-)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(
@@ -142,7 +117,7 @@ def _plain(value: object) -> object:
     return value
 
 
-FLAG_SPECS: dict[str, FlagSpec] = {spec.name: spec for group in GROUPS for spec in specs_of_group(group)}
+FLAG_SPECS: dict[str, FlagSpec] = {spec.name: spec for group in Config.__bases__ for spec in specs_of_group(group)}
 """Every flag by field name, in the order of the groups."""
 
 

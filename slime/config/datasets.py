@@ -20,188 +20,41 @@ rollout's flag. Datasets of `--eval-prompt-data` are configured by flags only.
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import types
+import typing
+from collections.abc import Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, ClassVar, TypeVar
 
 from slime.config.config import Config, read_config_file
 from slime.config.fields import Check, above, at_least, between, did_you_mean, minus_one_or_at_least
 from slime.config.flags.data import OUR_DATA_SOURCES
 from slime.config.flags.rollout import DEFAULT_RESPONSE_LEN, known_rm_type
 from slime.errors import UserError
-from slime.storage.json_types import JsonObject
+from slime.storage.json_types import JsonMapping, JsonObject
 
 _SECTIONS = ("eval", "train")
-
-
-@dataclass(frozen=True)
-class DatasetValueRule:
-    """The rule for one value in a dataset file: its type, and a check of its range."""
-
-    kind: str
-    fits: Callable[[object], bool]
-    check: Check | None = None
-
-
-@dataclass(frozen=True)
-class ListedDataset:
-    """One dataset of a file, with its own values over the file's defaults."""
-
-    name: str
-    path: str
-    origin: str
-    """The flag, file and dataset name, for error messages."""
-    values: JsonObject
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _list_of(fits: Callable[[object], bool]) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, list) and all(fits(item) for item in value)
-
-
-def text(check: Check | None = None) -> DatasetValueRule:
-    """Return the rule for a text, with an optional check."""
-    return DatasetValueRule("text", _is_text, check)
-
-
-def integer(check: Check) -> DatasetValueRule:
-    """Return the rule for a whole number in a range."""
-    return DatasetValueRule("an integer", _is_integer, check)
-
-
-def number(check: Check) -> DatasetValueRule:
-    """Return the rule for a number in a range."""
-    return DatasetValueRule(
-        "a number", lambda value: isinstance(value, int | float) and not isinstance(value, bool), check
-    )
-
-
-SWITCH = DatasetValueRule("true or false", lambda value: isinstance(value, bool))
-MAPPING = DatasetValueRule("a mapping", lambda value: isinstance(value, dict))
-
-PROMPT_VALUE_RULES: dict[str, DatasetValueRule] = {
-    "rm_type": text(known_rm_type),
-    "custom_rm_path": text(),
-    "custom_generate_function_path": text(),
-    "input_key": text(),
-    "label_key": text(),
-    "metadata_key": text(),
-    "tool_key": text(),
-    "prompt_suffix": text(),
-    "apply_chat_template": SWITCH,
-    "apply_chat_template_kwargs": MAPPING,
-    "max_prompt_len": integer(at_least(1)),
-    "max_response_len": integer(at_least(1)),
-    "min_new_tokens": integer(at_least(0)),
-    "stop": DatasetValueRule("a list of texts", _list_of(_is_text)),
-    "stop_token_ids": DatasetValueRule("a list of integers", _list_of(_is_integer)),
-    "metadata_overrides": MAPPING,
+_KINDS: dict[object, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    JsonObject: "a mapping",
+    list[str]: "a list of texts",
+    list[int]: "a list of integers",
 }
-"""Keys of training and evaluation datasets: how prompts are read and scored, and where responses end."""
 
 
-def read_datasets(
-    path: str,
-    *,
-    flag: str,
-    section: str,
-    known: Mapping[str, DatasetValueRule],
-    elsewhere: Mapping[str, str] | None = None,
-) -> list[ListedDataset]:
-    """Read the datasets of a section; `elsewhere` maps keys that are not `known` to what to use instead."""
-    where = f"{flag} {path}"
-    content = read_config_file(path, what=flag)
-    content = _mapping(content.get(section, content), f"{where}: {section}")
-    if other := next((name for name in _SECTIONS if name != section and name in content), None):
-        raise UserError(f"{where} has no section {section}, only {other}: list its datasets under {section}: datasets")
-    _refuse_unknown(content, ("defaults", "datasets"), where)
-    check = _ValueChecker(known, elsewhere or {})
-    defaults = check(_mapping(content.get("defaults") or {}, f"{where}: defaults"), f"{where}: defaults")
-    datasets = list(_iterate_named_datasets(content.get("datasets"), where))
-    if not datasets:
-        raise UserError(f"{where} has no datasets: list them under {section}: datasets, each with a name and a path")
-    found = []
-    for name, entries in datasets:
-        origin = f"{where}, dataset {name}"
-        own = check({key: value for key, value in entries.items() if key != "path"}, origin)
-        file = entries.get("path")
-        if not isinstance(file, str):
-            raise UserError(f"{origin}: path is missing: name a .jsonl or .parquet file")
-        shared = {key: value for key, value in defaults.items() if key != "custom_rm_path" or "rm_type" not in own}
-        found.append(ListedDataset(name, file, origin, {**shared, **own}))
-    return found
-
-
-def check_unique_names(names: Sequence[str], where: str) -> None:
-    """Raise a `UserError` if two datasets have the same name."""
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"{where} has two datasets named {name}: give each its own name")
-
-
-def _iterate_named_datasets(datasets: object, where: str) -> Iterator[tuple[str, JsonObject]]:
-    """Yield name and entries of each dataset, from a list or a mapping."""
-    if isinstance(datasets, dict):
-        for name, entries in datasets.items():
-            yield str(name), {"path": entries} if _is_text(entries) else _mapping(entries, f"{where}: {name}")
-        return
-    if not isinstance(datasets, list | None):
-        raise UserError(f"{where}: datasets must be a list or a mapping, not {datasets!r:.80}")
-    for place, one in enumerate(datasets or [], start=1):
-        entries = _mapping(one, f"{where}: dataset {place}")
-        name = entries.get("name")
-        if not _is_text(name) or not name:
-            raise UserError(f"{where}: dataset {place} has no name")
-        yield name, {key: value for key, value in entries.items() if key != "name"}
+def _checked(default: object, check: Check) -> Any:
+    """Declare a setting whose value in a file is in a range."""
+    return field(default=default, metadata={"check": check})
 
 
 @dataclass(frozen=True)
-class _ValueChecker:
-    """Checks entries for unknown keys, types and ranges, and returns the entries that are not null."""
-
-    known: Mapping[str, DatasetValueRule]
-    elsewhere: Mapping[str, str]
-
-    def __call__(self, entries: JsonObject, where: str) -> JsonObject:
-        for key in entries:
-            if key in self.elsewhere:
-                raise UserError(f"{where}: {key} {self.elsewhere[key]}")
-        _refuse_unknown(entries, (*self.known, "path", "name"), where)
-        given = {key: value for key, value in entries.items() if value is not None}
-        for key, value in given.items():
-            if key not in self.known:
-                raise UserError(f"{where}: {key} belongs in the entry of a single dataset")
-            entry = self.known[key]
-            if not entry.fits(value):
-                raise UserError(f"{where}: {key} must be {entry.kind}, not {value!r:.80}")
-            complaint = entry.check(value) if entry.check else None
-            if complaint:
-                raise UserError(f"{where}: {key} {complaint}, not {value}")
-        return given
-
-
-def _refuse_unknown(entries: JsonObject, known: tuple[str, ...], where: str) -> None:
-    for key in entries:
-        if key not in known:
-            raise UserError(f"{where}: unknown key {key}{did_you_mean(str(key), known)}")
-
-
-def _mapping(value: object, where: str) -> JsonObject:
-    if not isinstance(value, dict):
-        raise UserError(f"{where} must be a mapping, not {value!r:.80}")
-    return value
-
-
-@dataclass(frozen=True)
-class EvalDataset:
-    """One evaluation dataset with all its settings; plugins may build one and omit any setting.
+class Dataset:
+    """Settings of a dataset for reading, sampling and scoring; each field after `origin` is a key of its file.
 
     Sampling parameters that are None are those of the rollout.
     """
@@ -219,22 +72,42 @@ class EvalDataset:
     prompt_suffix: str | None = None
     apply_chat_template: bool = False
     apply_chat_template_kwargs: JsonObject = field(default_factory=dict)
-    max_prompt_len: int | None = None
-    n_samples_per_eval_prompt: int = 1
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    max_response_len: int | None = None
-    min_new_tokens: int | None = None
+    max_prompt_len: int | None = _checked(None, at_least(1))
+    max_response_len: int | None = _checked(None, at_least(1))
+    min_new_tokens: int | None = _checked(None, at_least(0))
     stop: list[str] | None = None
     stop_token_ids: list[int] | None = None
-    skip_special_tokens: bool = False
-    repetition_penalty: float | None = None
-    no_stop_trim: bool = True
-    rm_type: str | None = None
+    rm_type: str | None = _checked(None, known_rm_type)
     custom_rm_path: str | None = None
     custom_generate_function_path: str | None = None
     metadata_overrides: JsonObject = field(default_factory=dict)
+
+    refused_keys: ClassVar[JsonMapping] = {}
+    """Keys of other datasets, with what to use instead."""
+
+    def _given_limits(self) -> JsonObject:
+        """Return the limits of a response that replace those of the rollout."""
+        own = {
+            "max_new_tokens": self.max_response_len,
+            "min_new_tokens": self.min_new_tokens,
+            "stop": self.stop,
+            "stop_token_ids": self.stop_token_ids,
+        }
+        return {name: value for name, value in own.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class EvalDataset(Dataset):
+    """One evaluation dataset with all its settings; plugins may build one and omit any setting."""
+
+    _: KW_ONLY
+    n_samples_per_eval_prompt: int = _checked(1, at_least(1))
+    temperature: float | None = _checked(None, at_least(0))
+    top_p: float | None = _checked(None, between(0, 1, low_open=True))
+    top_k: int | None = _checked(None, minus_one_or_at_least(1))
+    skip_special_tokens: bool = False
+    repetition_penalty: float | None = _checked(None, above(0))
+    no_stop_trim: bool = True
 
     @property
     def cache_key(self) -> tuple[object, ...]:
@@ -249,34 +122,137 @@ class EvalDataset:
 
     def sampling_params(self, base: JsonObject) -> JsonObject:
         """Return the rollout's sampling parameters, overridden by this dataset's values."""
-        own = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "max_new_tokens": self.max_response_len,
-            "min_new_tokens": self.min_new_tokens,
-            "repetition_penalty": self.repetition_penalty,
-            "stop": self.stop,
-            "stop_token_ids": self.stop_token_ids,
-        }
-        always = {
+        own = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "repetition_penalty")}
+        return {
+            "stop": None,
+            "stop_token_ids": None,
+            **base,
             "skip_special_tokens": self.skip_special_tokens,
             "no_stop_trim": self.no_stop_trim,
+            **{name: value for name, value in own.items() if value is not None},
+            **self._given_limits(),
         }
-        defaults = {"stop": None, "stop_token_ids": None}
-        return {**defaults, **base, **always, **{name: value for name, value in own.items() if value is not None}}
 
 
-_EVAL_VALUE_RULES: dict[str, DatasetValueRule] = {
-    **PROMPT_VALUE_RULES,
-    "n_samples_per_eval_prompt": integer(at_least(1)),
-    "temperature": number(at_least(0)),
-    "top_p": number(between(0, 1, low_open=True)),
-    "top_k": integer(minus_one_or_at_least(1)),
-    "skip_special_tokens": SWITCH,
-    "repetition_penalty": number(above(0)),
-    "no_stop_trim": SWITCH,
-}
+_SAME_FOR_ALL = "is one value for all of training, because the trainer computes with it: give {flag} instead"
+
+
+@dataclass(frozen=True)
+class TrainDataset(Dataset):
+    """One training dataset with its settings."""
+
+    _: KW_ONLY
+    weight: float = _checked(
+        1.0, lambda value: None if math.isfinite(value) and value > 0 else "must be a number greater than 0"
+    )
+
+    refused_keys: ClassVar[JsonMapping] = {
+        "temperature": _SAME_FOR_ALL.format(flag="--rollout-temperature"),
+        "top_p": _SAME_FOR_ALL.format(flag="--rollout-top-p"),
+        "top_k": _SAME_FOR_ALL.format(flag="--rollout-top-k"),
+        "n_samples_per_prompt": "is one value for all datasets: give --n-samples-per-prompt instead",
+        "n_samples_per_eval_prompt": "is for evaluations: give --n-samples-per-prompt instead",
+    }
+
+    @property
+    def sampling_params(self) -> JsonObject:
+        """The overrides of the rollout's sampling parameters."""
+        return self._given_limits()
+
+
+AnyDataset = TypeVar("AnyDataset", bound=Dataset)
+
+
+def read_datasets(path: str, kind: type[AnyDataset], flags: JsonObject, *, flag: str, section: str) -> list[AnyDataset]:
+    """Read the datasets of a section of a file; values that it does not give are those of `flags`."""
+    where = f"{flag} {path}"
+    content = read_config_file(path, what=flag)
+    content = _mapping(content.get(section, content), f"{where}: {section}")
+    if other := next((name for name in _SECTIONS if name != section and name in content), None):
+        raise UserError(f"{where} has no section {section}, only {other}: list its datasets under {section}: datasets")
+    _refuse_unknown(content, ("defaults", "datasets"), where)
+    shown = f"{where}: defaults"
+    defaults = _checked_values(kind, _mapping(content.get("defaults") or {}, shown), shown)
+    datasets = list(_iterate_named_datasets(content.get("datasets"), where))
+    if not datasets:
+        raise UserError(f"{where} has no datasets: list them under {section}: datasets, each with a name and a path")
+    found = []
+    for name, entries in datasets:
+        origin = f"{where}, dataset {name}"
+        own = _checked_values(kind, {key: value for key, value in entries.items() if key != "path"}, origin)
+        file = entries.get("path")
+        if not isinstance(file, str):
+            raise UserError(f"{origin}: path is missing: name a .jsonl or .parquet file")
+        shared = {key: value for key, value in defaults.items() if key != "custom_rm_path" or "rm_type" not in own}
+        found.append(kind(name, file, origin=origin, **{**flags, **shared, **own}))
+    return found
+
+
+def _refuse_equal_names(datasets: Sequence[Dataset], where: str) -> None:
+    names = [dataset.name for dataset in datasets]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{where} has two datasets named {name}: give each its own name")
+
+
+def _iterate_named_datasets(datasets: object, where: str) -> Iterator[tuple[str, JsonObject]]:
+    """Yield name and entries of each dataset, from a list or a mapping."""
+    if isinstance(datasets, dict):
+        for name, entries in datasets.items():
+            yield str(name), {"path": entries} if isinstance(entries, str) else _mapping(entries, f"{where}: {name}")
+        return
+    if not isinstance(datasets, list | None):
+        raise UserError(f"{where}: datasets must be a list or a mapping, not {datasets!r:.80}")
+    for place, one in enumerate(datasets or [], start=1):
+        entries = _mapping(one, f"{where}: dataset {place}")
+        name = entries.get("name")
+        if not isinstance(name, str) or not name:
+            raise UserError(f"{where}: dataset {place} has no name")
+        yield name, {key: value for key, value in entries.items() if key != "name"}
+
+
+def _checked_values(kind: type[Dataset], entries: JsonObject, where: str) -> JsonObject:
+    """Return the entries that are not null; refuse unknown keys, and values of another type or out of range."""
+    known = {one.name: one for one in dataclasses.fields(kind) if one.name not in ("name", "path", "origin")}
+    for key in entries:
+        if key in kind.refused_keys:
+            raise UserError(f"{where}: {key} {kind.refused_keys[key]}")
+    _refuse_unknown(entries, (*known, "path", "name"), where)
+    given = {key: value for key, value in entries.items() if value is not None}
+    annotations = typing.get_type_hints(kind)
+    for key, value in given.items():
+        if key not in known:
+            raise UserError(f"{where}: {key} belongs in the entry of a single dataset")
+        wanted = annotations[key]
+        if isinstance(wanted, types.UnionType):
+            wanted = next(member for member in typing.get_args(wanted) if member is not types.NoneType)
+        if not _is_of_type(value, wanted):
+            raise UserError(f"{where}: {key} must be {_KINDS[wanted]}, not {value!r:.80}")
+        check = known[key].metadata.get("check")
+        complaint = check(value) if check else None
+        if complaint:
+            raise UserError(f"{where}: {key} {complaint}, not {value}")
+    return given
+
+
+def _is_of_type(value: object, wanted: Any) -> bool:
+    if typing.get_origin(wanted) is list:
+        return isinstance(value, list) and all(_is_of_type(item, typing.get_args(wanted)[0]) for item in value)
+    if isinstance(value, bool):
+        return wanted is bool
+    return isinstance(value, int | float if wanted is float else typing.get_origin(wanted) or wanted)
+
+
+def _refuse_unknown(entries: JsonObject, known: tuple[str, ...], where: str) -> None:
+    for key in entries:
+        if key not in known:
+            raise UserError(f"{where}: unknown key {key}{did_you_mean(str(key), known)}")
+
+
+def _mapping(value: object, where: str) -> JsonObject:
+    if not isinstance(value, dict):
+        raise UserError(f"{where} must be a mapping, not {value!r:.80}")
+    return value
 
 
 def evaluates(config: Config) -> bool:
@@ -287,13 +263,10 @@ def evaluates(config: Config) -> bool:
 def eval_datasets(config: Config) -> list[EvalDataset]:
     """Return all evaluation datasets of a config with derived values; raise a `UserError` for a wrong file."""
     flags: JsonObject = {
+        **prompt_reading_values(config),
         "input_key": config.eval_input_key or config.input_key,
         "label_key": config.eval_label_key or config.label_key,
-        "metadata_key": config.metadata_key,
         "tool_key": config.eval_tool_key or config.tool_key,
-        "prompt_suffix": config.prompt_suffix,
-        "apply_chat_template": config.apply_chat_template,
-        "apply_chat_template_kwargs": config.apply_chat_template_kwargs,
         "max_prompt_len": config.eval_max_prompt_len,
         "n_samples_per_eval_prompt": config.n_samples_per_eval_prompt,
         "temperature": config.eval_temperature,
@@ -309,87 +282,25 @@ def eval_datasets(config: Config) -> list[EvalDataset]:
         EvalDataset(name=name, path=path, origin=f"--eval-prompt-data {name}", **flags)
         for name, path in config.eval_prompt_data
     ]
+    where = "--eval-prompt-data"
     if config.eval_config is not None:
-        found = read_datasets(config.eval_config, flag="--eval-config", section="eval", known=_EVAL_VALUE_RULES)
-        datasets += [
-            EvalDataset(name=one.name, path=one.path, origin=one.origin, **{**flags, **one.values}) for one in found
-        ]
-    flag = "--eval-prompt-data" if config.eval_config is None else f"--eval-config {config.eval_config}"
-    check_unique_names([dataset.name for dataset in datasets], flag)
+        where = f"--eval-config {config.eval_config}"
+        datasets += read_datasets(config.eval_config, EvalDataset, flags, flag="--eval-config", section="eval")
+    _refuse_equal_names(datasets, where)
     return datasets
 
 
 PROMPT_CONFIG_FLAG = "--prompt-config"
 
 
-@dataclass(frozen=True)
-class TrainDataset:
-    """One training dataset with its settings for reading, sampling and scoring; None: the value of the flag."""
-
-    name: str
-    path: str
-    _: KW_ONLY
-    origin: str = "a plugin"
-    """The flag or file that names it, for error messages."""
-    weight: float = 1.0
-    input_key: str | None = None
-    """None: `input`, else the only usual column name that the file has."""
-    label_key: str | None = None
-    metadata_key: str = "metadata"
-    tool_key: str = "tools"
-    prompt_suffix: str | None = None
-    apply_chat_template: bool = False
-    apply_chat_template_kwargs: JsonObject = field(default_factory=dict)
-    max_prompt_len: int | None = None
-    max_response_len: int | None = None
-    min_new_tokens: int | None = None
-    stop: list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    rm_type: str | None = None
-    custom_rm_path: str | None = None
-    custom_generate_function_path: str | None = None
-    metadata_overrides: JsonObject = field(default_factory=dict)
-
-    @property
-    def sampling_params(self) -> JsonObject:
-        """The overrides of the rollout's sampling parameters."""
-        own = {
-            "max_new_tokens": self.max_response_len,
-            "min_new_tokens": self.min_new_tokens,
-            "stop": self.stop,
-            "stop_token_ids": self.stop_token_ids,
-        }
-        return {name: value for name, value in own.items() if value is not None}
-
-
-_TRAIN_VALUE_RULES: dict[str, DatasetValueRule] = {
-    **PROMPT_VALUE_RULES,
-    "weight": number(lambda value: None if math.isfinite(value) and value > 0 else "must be a number greater than 0"),
-}
-_SAME_FOR_ALL = "is one value for all of training, because the trainer computes with it: give {flag} instead"
-_REFUSED_TRAIN_KEYS = {
-    "temperature": _SAME_FOR_ALL.format(flag="--rollout-temperature"),
-    "top_p": _SAME_FOR_ALL.format(flag="--rollout-top-p"),
-    "top_k": _SAME_FOR_ALL.format(flag="--rollout-top-k"),
-    "n_samples_per_prompt": "is one value for all datasets: give --n-samples-per-prompt instead",
-    "n_samples_per_eval_prompt": "is for evaluations: give --n-samples-per-prompt instead",
-}
-
-
 def train_datasets(config: Config) -> list[TrainDataset]:
     """Return the datasets of `--prompt-config`, none without it; raise a `UserError` for a wrong file."""
     if config.prompt_config is None:
         return []
-    found = read_datasets(
-        config.prompt_config,
-        flag=PROMPT_CONFIG_FLAG,
-        section="train",
-        known=_TRAIN_VALUE_RULES,
-        elsewhere=_REFUSED_TRAIN_KEYS,
-    )
-    check_unique_names([one.name for one in found], f"{PROMPT_CONFIG_FLAG} {config.prompt_config}")
     flags = prompt_reading_values(config)
-    return [TrainDataset(one.name, one.path, origin=one.origin, **{**flags, **one.values}) for one in found]
+    found = read_datasets(config.prompt_config, TrainDataset, flags, flag=PROMPT_CONFIG_FLAG, section="train")
+    _refuse_equal_names(found, f"{PROMPT_CONFIG_FLAG} {config.prompt_config}")
+    return found
 
 
 def all_datasets(config: Config) -> list[TrainDataset | EvalDataset]:

@@ -1,24 +1,25 @@
 """Declaration of flags: default, help, allowed values and range check are in the dataclass field itself.
 
 The annotation of a field is the type it has *after* `resolve`; a derived field may hold None before that. `FlagSpec`
-describes one flag; `parse_text` and `coerce` convert input to the type of its field.
+describes one flag; `coerce` converts input to the type of its field.
 
-Invariant: a value returned by `parse_text` or `coerce` has exactly the type of its field, so files, command line and
+Invariant: a value returned by `coerce` has exactly the type of its field, so files, command line and
 Python calls give equal configs for equal input.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import difflib
 import json
-import logging
+import math
 import os
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from slime.errors import UserError
 from slime.storage.json_types import JsonObject
@@ -51,29 +52,14 @@ class Flag:
     """The reason why the flag has no effect here; a run prints it if the value is not the default."""
 
 
-def flag(
-    default: object,
-    help: str,
-    *,
-    choices: tuple[str, ...] = (),
-    later: tuple[str, ...] = (),
-    metavar: str | None = None,
-    check: Check | None = None,
-    aliases: tuple[str, ...] = (),
-    repeat: bool = False,
-    derived: str | None = None,
-    required: bool = False,
-    secret: bool = False,
-    no_effect: str | None = None,
-) -> Any:
-    """Declare one configuration field that is also one command-line flag."""
-    info = Flag(help, choices, later, metavar, check, aliases, repeat, derived, required, secret, no_effect)
-    metadata = {METADATA_KEY: info}
+def flag(default: object, help: str, **properties: Any) -> Any:
+    """Declare one configuration field that is also one command-line flag, with the properties of a `Flag`."""
+    metadata = {METADATA_KEY: Flag(help, **properties)}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
-    if secret:  # not compared: configs that differ only in secrets are the same run
-        return dataclasses.field(default=default, metadata=metadata, repr=False, compare=False)
-    return dataclasses.field(default=default, metadata=metadata)
+    # secrets are not compared: configs that differ only in secrets are the same run
+    shown = not properties.get("secret", False)
+    return dataclasses.field(default=default, metadata=metadata, repr=shown, compare=shown)
 
 
 def at_least(minimum: float) -> Check:
@@ -186,10 +172,6 @@ def join_unknown_names(sentences: Sequence[str], what: str) -> str:
     return "\n".join([f"{len(distinct)} {what} are not known here:", *(f"  {sentence}" for sentence in distinct)])
 
 
-ONLY_DATASET = "aime"
-"""The name of a dataset that is given by its path alone."""
-
-_log = logging.getLogger(__name__)
 _KIND_NAMES = {
     "bool": "true or false",
     "int": "a whole number",
@@ -202,51 +184,66 @@ _KIND_NAMES = {
 }
 
 
-def parse_text(spec: FlagSpec, texts: Sequence[str], where: str) -> Any:
-    """Parse the value of a flag from the words that follow it on the command line."""
-    if not texts:
-        raise UserError(f"{where} needs a value ({spec.metavar})")
-    if spec.kind in ("strs", "ints"):
-        return coerce(spec, list(texts), where)
-    if spec.kind == "pairs":
-        if len(texts) == 1 and not texts[0].startswith("-"):
-            _log.warning("%s %s has no name: it is named %s, as in upstream slime", where, texts[0], ONLY_DATASET)
-            texts = [ONLY_DATASET, *texts]
-        if len(texts) % 2:
-            raise UserError(f"{where} takes pairs NAME PATH, but got {len(texts)} values: {' '.join(texts)}")
-        return coerce(spec, [[texts[i], texts[i + 1]] for i in range(0, len(texts), 2)], where)
-    return coerce(spec, texts[0], where)
-
-
 def coerce(spec: FlagSpec, value: object, where: str) -> Any:
     """Convert `value` to the field's type; text is parsed as on the command line."""
-    if spec.kind == "str":
-        return _choice(spec, _text(spec, value, where), where)
-    if spec.kind == "bool":
-        if isinstance(value, bool):
-            return value
-        if isinstance(value, str) and value.lower() in ("true", "false"):
-            return value.lower() == "true"
-        _refuse(spec, value, where)
-    if spec.kind in ("int", "float"):
-        return _number(spec, value, where, spec.kind)
-    if spec.kind in ("strs", "ints"):
-        items = [value] if isinstance(value, str | int) and not isinstance(value, bool) else value
-        if not isinstance(items, list | tuple):
-            _refuse(spec, value, where)
-        if spec.kind == "ints":
-            return [_number(spec, item, where, "int") for item in items]
-        return [_text(spec, item, where) for item in items]
-    if spec.kind == "pairs":
-        return _pairs(spec, value, where)
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where} must be {_KIND_NAMES['dict']}, but {value!r} is not JSON: {error}") from error
-    if not isinstance(value, Mapping):
-        _refuse(spec, value, where)
-    return dict(plain_value(value, where))
+    match spec.kind:
+        case "bool":
+            text = str(value).lower()
+            if isinstance(value, bool | str) and text in ("true", "false"):
+                return text == "true"
+        case "strs" | "ints":
+            items = [value] if isinstance(value, str | int) and not isinstance(value, bool) else value
+            if isinstance(items, list | tuple):
+                return [_scalar(spec, "str" if spec.kind == "strs" else "int", item, where) for item in items]
+        case "pairs":
+            items = list(value.items()) if isinstance(value, Mapping) else value
+            if isinstance(items, list | tuple):
+                if len(items) % 2 == 0 and all(isinstance(item, str) for item in items):
+                    items = list(zip(items[::2], items[1::2], strict=True))
+                if all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in items):
+                    return [tuple(_scalar(spec, "str", word, where) for word in pair) for pair in items]
+        case "dict":
+            if isinstance(value, str):
+                try:
+                    value = json.loads(value)
+                except json.JSONDecodeError as error:
+                    wanted = _KIND_NAMES["dict"]
+                    raise UserError(f"{where} must be {wanted}, but {value!r} is not JSON: {error}") from error
+            if isinstance(value, Mapping):
+                return dict(plain_value(value, where))
+        case _:
+            return _scalar(spec, spec.kind, value, where)
+    raise UserError(f"{where} must be {_KIND_NAMES[spec.kind]}, not {value!r}")
+
+
+def _scalar(spec: FlagSpec, kind: str, value: object, where: str) -> Any:
+    """Convert one text (among the choices of the flag) or one number."""
+    if kind == "str" and isinstance(value, str | os.PathLike):
+        text, info = os.fspath(value), spec.info
+        if not info.choices or text in info.choices:
+            return text
+        if text in info.later:
+            choices = " or ".join(info.choices)
+            raise UserError(f"{where} {text} exists in slime, but this version does not have it yet: use {choices}")
+        hint = did_you_mean(text, info.choices)
+        raise UserError(f"{where} must be one of {', '.join(info.choices)}, not {text!r}{hint}")
+    if kind != "str" and isinstance(value, int | float | str) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError):
+            if kind == "int" and not isinstance(value, float):
+                return int(value)
+            number = float(value)
+            if kind == "float" and not math.isnan(number):
+                return number
+            if kind == "int" and number.is_integer():
+                return int(number)
+    raise UserError(f"{where} must be {_KIND_NAMES[spec.kind]}, not {value!r}")
+
+
+def check_range(spec: FlagSpec, value: object, where: str) -> None:
+    """Raise a `UserError` if a value of the field's type is out of its range."""
+    complaint = spec.info.check(value) if spec.info.check else None
+    if complaint:
+        raise UserError(f"{where} {complaint}, not {value}")
 
 
 def guess(text: str) -> object:
@@ -272,53 +269,3 @@ def plain_value(value: object, where: str) -> Any:
     if hasattr(value, "__fspath__") or hasattr(value, "isoformat"):
         return str(value)
     raise UserError(f"{where} has a value of type {type(value).__name__}, which a config cannot hold: use plain values")
-
-
-def _refuse(spec: FlagSpec, value: object, where: str) -> NoReturn:
-    raise UserError(f"{where} must be {_KIND_NAMES[spec.kind]}, not {value!r}")
-
-
-def _text(spec: FlagSpec, value: object, where: str) -> str:
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    return value if isinstance(value, str) else _refuse(spec, value, where)
-
-
-def _choice(spec: FlagSpec, value: str, where: str) -> str:
-    info = spec.info
-    if not info.choices or value in info.choices:
-        return value
-    if value in info.later:
-        raise UserError(
-            f"{where} {value} exists in slime, but this version does not have it yet: use {' or '.join(info.choices)}"
-        )
-    hint = did_you_mean(value, info.choices)
-    raise UserError(f"{where} must be one of {', '.join(info.choices)}, not {value!r}{hint}")
-
-
-def _number(spec: FlagSpec, value: object, where: str, kind: str) -> int | float:
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        _refuse(spec, value, where)
-    try:
-        if kind == "float":
-            number = float(value)
-            return number if number == number else _refuse(spec, value, where)
-        if isinstance(value, float):
-            return int(value) if value.is_integer() else _refuse(spec, value, where)
-        return int(value)
-    except ValueError:
-        _refuse(spec, value, where)
-
-
-def _pairs(spec: FlagSpec, value: object, where: str) -> list[tuple[str, str]]:
-    items = list(value.items()) if isinstance(value, Mapping) else value
-    if not isinstance(items, list | tuple):
-        _refuse(spec, value, where)
-    if items and all(isinstance(item, str) for item in items):
-        items = list(zip(items[::2], items[1::2], strict=True)) if len(items) % 2 == 0 else _refuse(spec, value, where)
-    pairs: list[tuple[str, str]] = []
-    for item in items:
-        if not isinstance(item, list | tuple) or len(item) != 2:
-            _refuse(spec, value, where)
-        pairs.append((_text(spec, item[0], where), _text(spec, item[1], where)))
-    return pairs

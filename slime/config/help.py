@@ -11,7 +11,8 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
 
 from slime.config.config import FLAG_SPECS
 from slime.config.fields import FlagSpec, nearest_name
@@ -49,22 +50,13 @@ FILE_FLAGS: tuple[tuple[str, str, str], ...] = (
 
 def format_help(width: int | None = None) -> str:
     """Return the complete help text, wrapped to the terminal."""
-    width = width or min(shutil.get_terminal_size((100, 24)).columns, 120)
     blocks = [_USAGE]
-    group = None
-    for spec in FLAG_SPECS.values():
-        if spec.group != group:
-            group = spec.group
-            blocks.append(f"\n{group}\n")
-        blocks.append(entry(f"{spec.flag} {spec.metavar}".rstrip(), description(spec), width))
+    for group, specs in groupby(FLAG_SPECS.values(), lambda spec: spec.group):
+        blocks.append(f"\n{group}\n")
+        blocks += [_wrap(f"{spec.flag} {spec.metavar}", description(spec), width) for spec in specs]
     blocks.append("\nFiles and help\n")
-    blocks += [entry(f"{name} {metavar}".rstrip(), text, width) for name, metavar, text in FILE_FLAGS]
+    blocks += [_wrap(f"{name} {metavar}", text, width) for name, metavar, text in FILE_FLAGS]
     return "".join(blocks)
-
-
-def description(spec: FlagSpec) -> str:
-    """Return meaning and default of a flag in one line."""
-    return f"{meaning(spec)} ({default_text(spec)})" if default_text(spec) else meaning(spec)
 
 
 def meaning(spec: FlagSpec) -> str:
@@ -80,22 +72,25 @@ def default_text(spec: FlagSpec) -> str:
         return f"default: {spec.info.derived}"
     if spec.kind == "bool":
         return "default: on" if spec.default else ""
-    if spec.default in (None, [], {}):
-        return ""
-    return f"default: {spec.default}"
+    return "" if spec.default in (None, [], {}) else f"default: {spec.default}"
 
 
-def entry(head: str, text: str, width: int) -> str:
+def description(spec: FlagSpec) -> str:
+    """Return meaning and default of a flag in one line."""
+    return f"{meaning(spec)} ({default_text(spec)})" if default_text(spec) else meaning(spec)
+
+
+def _wrap(head: str, text: str, width: int | None) -> str:
     """Format one flag: its name at the left, its text to the right or below."""
-    indent = 34
+    width = width or min(shutil.get_terminal_size((100, 24)).columns, 120)
+    indent, head = 34, f"  {head.rstrip()}"
     lines = textwrap.wrap(text, max(width - indent, 30))
-    head = f"  {head}"
+    lines = [" " * indent + line for line in lines]
     if len(head) < indent - 1:
-        first = head.ljust(indent) + lines[0] + "\n"
-        lines = lines[1:]
+        lines[0] = head.ljust(indent) + lines[0][indent:]
     else:
-        first = head + "\n"
-    return first + "".join(" " * indent + line + "\n" for line in lines)
+        lines.insert(0, head)
+    return "".join(f"{line}\n" for line in lines)
 
 
 _INTRO = """\
@@ -111,15 +106,13 @@ first: defaults, `--config` files, the command line, `--custom-config-path` file
 def format_markdown() -> str:
     """Return all flags as Markdown tables, one per group."""
     lines = [_INTRO]
-    group = None
-    for spec in FLAG_SPECS.values():
-        if spec.group != group:
-            group = spec.group
-            lines.append(f"## {group}\n\n| flag | value | default | meaning |\n|---|---|---|---|")
-        is_last = [other for other in FLAG_SPECS.values() if other.group == spec.group][-1] is spec
-        default = default_text(spec).removeprefix("default: ")
-        cells = (f"`{spec.flag}`", _cell(spec.metavar) or "switch", _cell(default), _cell(meaning(spec)))
-        lines.append("| " + " | ".join(cells) + " |" + ("\n" if is_last else ""))
+    for group, specs in groupby(FLAG_SPECS.values(), lambda spec: spec.group):
+        lines.append(f"## {group}\n\n| flag | value | default | meaning |\n|---|---|---|---|")
+        for spec in specs:
+            default = default_text(spec).removeprefix("default: ")
+            cells = (f"`{spec.flag}`", _cell(spec.metavar) or "switch", _cell(default), _cell(meaning(spec)))
+            lines.append("| " + " | ".join(cells) + " |")
+        lines.append("")
     lines.append("## Files and help\n\n| flag | value | meaning |\n|---|---|---|")
     lines += [f"| `{name}` | {metavar} | {text} |" for name, metavar, text in FILE_FLAGS]
     return "\n".join(lines) + "\n"
@@ -141,12 +134,11 @@ _PREFIXES = (
 _VALUES = {SWITCH: "", INT: "N", FLOAT: "X", NUMBER: "X", TEXT: "VALUE", TEXTS: "VALUE [...]"}
 
 
-@dataclass(frozen=True)
-class FlagSearchEntry:
+class FlagSearchEntry(NamedTuple):
     """One flag of a search result, and the text that is searched."""
 
     section: str
-    name: str
+    names: str
     """Without leading dashes."""
     head: str
     text: str
@@ -166,57 +158,43 @@ def search_flags(words: Sequence[str], decided: Mapping[str, str] | None = None,
     known = list(_iterate_search_entries(decided or {}))
     found = [flag for flag in known if flag.has(query)]
     if not found:
-        raise UserError(_no_match_message(query, known))
-    found.sort(key=lambda flag: (flag.section in _OTHERS, not all(word in flag.name for word in query)))
-    sections: dict[str, list[FlagSearchEntry]] = {}
+        unknown = next((word for word in query if not any(flag.has([word]) for flag in known)), None)
+        if unknown is None:
+            raise UserError(f"no flag has all of {', '.join(map(repr, query))}: search with fewer words")
+        vocabulary = {word for flag in known for word in re.findall(r"[a-z0-9][a-z0-9.-]+", flag.known_as)}
+        match = nearest_name(unknown, sorted(vocabulary))
+        hint = f": did you mean {match}?" if match else " (slime flags lists all)"
+        raise UserError(f"no flag has {unknown!r} in its name, help or group{hint}")
+    found.sort(key=lambda flag: (flag.section in _OTHERS, not all(word in flag.names for word in query)))
+    sections: dict[str, list[str]] = {}
     for flag in found:
-        sections.setdefault(flag.section, []).append(flag)
-    width = width or min(shutil.get_terminal_size((100, 24)).columns, 120)
-    blocks = [
-        f"{section}\n" + "".join(entry(flag.head, flag.text, width) for flag in flags)
-        for section, flags in sections.items()
-    ]
-    return "\n".join(blocks)
+        sections.setdefault(flag.section, [f"{flag.section}\n"]).append(_wrap(flag.head, flag.text, width))
+    return "\n".join("".join(blocks) for blocks in sections.values())
 
 
 def _iterate_search_entries(decided: Mapping[str, str]) -> Iterator[FlagSearchEntry]:
-    for spec in FLAG_SPECS.values():
-        names = " ".join(_plain(name) for name in (spec.name, *spec.info.aliases))
-        yield _search_entry(spec.group, names, f"{spec.flag} {spec.metavar}".rstrip(), description(spec))
-    for name, metavar, text in FILE_FLAGS:
-        yield _search_entry("Files and help", name[2:], f"{name} {metavar}".rstrip(), text)
-    for name, text in _PREFIXES:
-        yield _search_entry(_SGLANG, name, f"--{name}", text)
-    for name, ours in decided.items():
-        yield _search_entry(_SGLANG, name, f"--{name}", f"refused: it is decided by {ours}")
-    for name, kind in MEGATRON_FLAGS.items():
-        yield _search_entry(_CARRIED, name, f"--{name} {_VALUES[kind]}".rstrip(), "Megatron-LM's flag of this name")
-    for name, kind in FIELD_FLAGS.items():
-        yield _search_entry(
-            _CARRIED, name, f"--{name} {_VALUES[kind]}".rstrip(), "the field of Megatron-Core's settings"
-        )
-    for name in sorted(REFUSED | REFUSED_FIELDS):
-        yield _search_entry(_REFUSED, name, f"--{name}", refusal(name) or "")
+    rows = [
+        (spec.group, " ".join(map(_plain, (spec.name, *spec.info.aliases))), spec.flag, spec.metavar, description(spec))
+        for spec in FLAG_SPECS.values()
+    ]
+    rows += [("Files and help", name[2:], name, metavar, text) for name, metavar, text in FILE_FLAGS]
+    rows += [(_SGLANG, name, f"--{name}", "", text) for name, text in _PREFIXES]
+    rows += [(_SGLANG, name, f"--{name}", "", f"refused: it is decided by {ours}") for name, ours in decided.items()]
+    for flags, text in (
+        (MEGATRON_FLAGS, "Megatron-LM's flag of this name"),
+        (FIELD_FLAGS, "the field of Megatron-Core's settings"),
+    ):
+        rows += [(_CARRIED, name, f"--{name}", _VALUES[kind], text) for name, kind in flags.items()]
+    rows += [(_REFUSED, name, f"--{name}", "", refusal(name) or "") for name in sorted(REFUSED | REFUSED_FIELDS)]
+    for section, names, flag, metavar, text in rows:
+        head = f"{flag} {metavar}".rstrip()
+        yield FlagSearchEntry(section, names, head, text, f"{names} {head} {text} {section}".lower())
     for name, (whose, _) in FOREIGN_FLAGS.items():
         shown = name.replace("-", "_") if "." in name else f"--{name}"
         hint = (foreign_hint(name, shown) or "").removeprefix(f"{shown} is ").removeprefix(f"{shown}: ")
         yield FlagSearchEntry(_FOREIGN, name, shown, hint, f"{name} {whose}".lower())
 
 
-def _search_entry(section: str, names: str, head: str, text: str) -> FlagSearchEntry:
-    return FlagSearchEntry(section, names, head, text, f"{names} {head} {text} {section}".lower())
-
-
 def _plain(word: str) -> str:
     """Normalise a word for the search: `--Rollout_Batch_Size` becomes `rollout-batch-size`."""
     return word.lower().removeprefix("--").replace("_", "-")
-
-
-def _no_match_message(query: Sequence[str], known: Sequence[FlagSearchEntry]) -> str:
-    vocabulary = {word for flag in known for word in re.findall(r"[a-z0-9][a-z0-9.-]+", flag.known_as)}
-    for word in query:
-        if not any(flag.has([word]) for flag in known):
-            match = nearest_name(word, sorted(vocabulary))
-            hint = f": did you mean {match}?" if match else " (slime flags lists all)"
-            return f"no flag has {word!r} in its name, help or group{hint}"
-    return f"no flag has all of {', '.join(map(repr, query))}: search with fewer words"

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from slime.config.algorithm import has_critic, needs_reference
 from slime.config.config import Config
@@ -28,6 +29,7 @@ from slime.errors import UserError
 from slime.storage.json_types import JsonObject
 
 _META = "meta.json"
+Meta = TypeVar("Meta")
 
 
 @dataclass(frozen=True)
@@ -124,12 +126,17 @@ def adapter_base_path(config: Config, base: InitialWeights) -> Path:
     return Path(base.folder or config.hf_checkpoint).resolve()
 
 
+def _from_meta(checkpoint: Path, read: Callable[[JsonObject], Meta]) -> Meta:
+    """Return what `read` takes from the metadata of a checkpoint; raise a `UserError` if that fails."""
+    try:
+        return read(json.loads((checkpoint / _META).read_text()))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise UserError(f"{checkpoint / _META} cannot be read ({error}): the checkpoint is damaged") from error
+
+
 def read_checkpoint_adapter(checkpoint: Path) -> JsonObject | None:
     """Read rank, alpha, targets and base of a checkpoint's adapter; None if the checkpoint has all weights."""
-    try:
-        found = json.loads((checkpoint / _META).read_text()).get("lora")
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{checkpoint / _META} cannot be read ({error}): the checkpoint is damaged") from error
+    found = _from_meta(checkpoint, lambda meta: meta.get("lora"))
     return found if isinstance(found, dict) else None
 
 
@@ -165,20 +172,16 @@ def reads_reference(config: Config) -> bool:
     """Return whether `--ref-load` is read: for the reference, or as initial weights of policy or critic."""
     if config.ref_load is None or config.debug_rollout_only:
         return False
-    return (
-        needs_reference(config)
-        or _load_has_no_weights(config)
-        or (has_critic(config) and _critic_reads_reference(config))
-    )
+    return needs_reference(config) or not _load_has_weights(config) or _critic_reads_reference(config)
 
 
 def _critic_reads_reference(config: Config) -> bool:
-    critic = critic_flags(config)
-    return critic.ref_load is not None and _load_has_no_weights(critic)
+    critic = critic_flags(config) if has_critic(config) else None
+    return critic is not None and critic.ref_load is not None and not _load_has_weights(critic)
 
 
-def _load_has_no_weights(config: Config) -> bool:
-    return config.load is None or _read_folder(config.load, "--load", config.ckpt_step) is None
+def _load_has_weights(config: Config) -> bool:
+    return config.load is not None and _read_folder(config.load, "--load", config.ckpt_step) is not None
 
 
 def describe_initial_weights(config: Config) -> str:
@@ -198,45 +201,41 @@ def initial_weight_notes(config: Config) -> Iterator[str]:
     """Yield notes about `--load` and `--ref-load` whose effect may be unexpected."""
     if config.debug_rollout_only:
         return
-    if config.load is not None and not resumes_own_checkpoints(config) and _load_has_no_weights(config):
-        yield f"--load {config.load} has no checkpoint: the actor starts from {describe_initial_weights(config)}"
-    if (
-        find_initial_weights(config).megatron is not None
-        and config.load is not None
-        and not _load_has_no_weights(config)
-    ):
-        yield (
-            f"--load {config.load} is a Megatron checkpoint: only its weights are read; the optimizer starts fresh "
-            "and rollouts count from 0"
-        )
+    begins = f"the actor starts from {describe_initial_weights(config)}"
+    if config.load is not None:
+        if not _load_has_weights(config):
+            if not resumes_own_checkpoints(config):
+                yield f"--load {config.load} has no checkpoint: {begins}"
+        elif find_initial_weights(config).megatron is not None:
+            yield (
+                f"--load {config.load} is a Megatron checkpoint: only its weights are read; the optimizer starts fresh "
+                "and rollouts count from 0"
+            )
     if config.ref_load is not None and not reads_reference(config):
-        yield (
-            f"--ref-load {config.ref_load} is not read: the actor starts from {describe_initial_weights(config)}, and "
-            "without "
-            "--use-kl-loss there is no reference"
-        )
+        yield f"--ref-load {config.ref_load} is not read: {begins}, and without --use-kl-loss there is no reference"
 
 
 def model_folders(config: Config) -> dict[str, str]:
     """Return flag and path of every model folder that a run loads; a folder that two flags name appears once."""
-    found = {"--hf-checkpoint": config.hf_checkpoint}
-    given = {"--opd-teacher-load": config.opd_teacher_load}
+    given: dict[str, str | InitialWeights | None] = {
+        "--hf-checkpoint": config.hf_checkpoint,
+        "--opd-teacher-load": config.opd_teacher_load,
+    }
     if reads_reference(config):
-        given["--ref-load"] = _hf_folder(find_reference_weights(config))
-    if not config.debug_rollout_only:
-        given["--load"] = _hf_folder(find_initial_weights(config)) if config.load is not None else None
+        given["--ref-load"] = find_reference_weights(config)
+    if config.load is not None and not config.debug_rollout_only:
+        given["--load"] = find_initial_weights(config)
     if has_critic(config):
         critic = critic_flags(config)
         given["--critic-hf-checkpoint"] = critic.hf_checkpoint
-        given["--critic-load"] = _hf_folder(find_critic_weights(config)) if critic.load is not None else None
-    for flag, folder in given.items():
-        if folder is not None and folder not in found.values():
-            found[flag] = folder
+        if critic.load is not None:
+            given["--critic-load"] = find_critic_weights(config)
+    found: dict[str, str] = {}
+    for flag, source in given.items():
+        folder = source.hf_folder if isinstance(source, InitialWeights) else source
+        if folder is not None and str(folder) not in found.values():
+            found[flag] = str(folder)
     return found
-
-
-def _hf_folder(start: InitialWeights) -> str | None:
-    return None if start.hf_folder is None else str(start.hf_folder)
 
 
 def first_rollout_id(config: Config) -> int:
@@ -244,10 +243,7 @@ def first_rollout_id(config: Config) -> int:
     start = find_initial_weights(config)
     if start.checkpoint is None or not start.resumes:
         return 0
-    try:
-        return int(json.loads((start.checkpoint / _META).read_text())["next_rollout_id"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{start.checkpoint / _META} cannot be read ({error}): the checkpoint is damaged") from error
+    return _from_meta(start.checkpoint, lambda meta: int(meta["next_rollout_id"]))
 
 
 def resumes_own_checkpoints(config: Config) -> bool:
@@ -343,10 +339,8 @@ def check_checkpoint(checkpoint: Path, flag: str) -> None:
         raise UserError(f"{flag}: checkpoint {checkpoint} has no weights (model-*.safetensors): choose another one")
     for file in files:
         read_header(file, flag)
-    try:  # checkpoints of the first format do not name their files
-        named_files = set(json.loads((checkpoint / _META).read_text()).get("files", ()))
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise UserError(f"{checkpoint / _META} cannot be read ({error}): the checkpoint is damaged") from error
+    # checkpoints of the first format do not name their files
+    named_files = _from_meta(checkpoint, lambda meta: set(meta.get("files", ())))
     missing = sorted(named_files - {file.name for file in files})
     if missing:
         named = f"{len(missing)} of its files, {missing[0]} first"

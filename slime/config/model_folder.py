@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slime.config.fields import nearest_name
-from slime.config.megatron_model_flags import read_model_config
+from slime.config.megatron_flags import COMPARED_SHAPE_KEYS
 from slime.errors import UserError
 from slime.storage.json_types import JsonObject
 
@@ -32,21 +32,42 @@ SINGLE = "model.safetensors"
 DOWNLOAD_AGAIN = "download the folder again"
 _LONGEST_HEADER = 100_000_000
 _LFS_POINTER = b"version https://git-lfs"
+_PADDED = {"vocab_size": ["vocab_size"], "max_position_embeddings": ["max_position_embeddings"]}
+"""Not compared: Megatron pads vocabularies, and with rotary positions the longest sequence has no effect."""
 
 
-def check_weights(folder: Path, flag: str) -> dict[str, JsonObject]:
-    """Return the header entries of all tensors by name; raise a `UserError` unless the weights are complete.
+def read_shape(file: Path) -> dict[str, tuple[str, float]]:
+    """Read the numbers of a model's shape: Megatron's name -> the name in config.json, and the number."""
+    model = read_model_config(file)
+    for nested in (model.get("rope_scaling"), model.get("rope_parameters")):  # where newer files have them
+        if isinstance(nested, dict):
+            rotary = ("rope_theta", "partial_rotary_factor", "factor")
+            model = {**model, **{name: nested[name] for name in rotary if name in nested}}
+    numbers = {
+        name: value for name, value in model.items() if isinstance(value, int | float) and not isinstance(value, bool)
+    }
+    found: dict[str, tuple[str, float]] = {}
+    for name, keys in {**COMPARED_SHAPE_KEYS, **_PADDED}.items():
+        key = next((key for key in keys if key in numbers), None)
+        if key is not None:
+            found[name] = (key, numbers[key])
+    return found
 
-    A single file has precedence over an index, as in transformers.
-    """
-    if (folder / SINGLE).exists():
-        return read_header(folder / SINGLE, flag)
-    if (folder / INDEX).exists():
-        return _check_index(folder / INDEX, flag)
-    if any(folder.glob("*.safetensors")):
-        names = ", ".join(sorted(file.name for file in folder.glob("*.safetensors"))[:3])
-        raise UserError(f"{flag} {folder} has {names}, but no {INDEX} that lists their tensors: {DOWNLOAD_AGAIN}")
-    raise UserError(f"{flag} {folder} has no weights: {_missing_weights_hint(folder)}")
+
+def read_model_config(file: Path) -> JsonObject:
+    """Read config.json of a model folder; of a multimodal model only the part about text."""
+    try:
+        model = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(
+            f"model folder {file.parent} has no config.json: --hf-checkpoint needs a Hugging Face folder"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {file}: {error}") from error
+    if not isinstance(model, dict):
+        raise UserError(f"{file} does not hold a JSON object: --hf-checkpoint needs a Hugging Face folder")
+    text = model.get("text_config")
+    return text if isinstance(text, dict) else model
 
 
 def read_header(file: Path, flag: str) -> JsonObject:
@@ -76,10 +97,27 @@ def read_header(file: Path, flag: str) -> JsonObject:
     return tensors
 
 
-def _check_index(index: Path, flag: str) -> dict[str, JsonObject]:
+def check_weights(folder: Path, flag: str) -> dict[str, JsonObject]:
+    """Return the header entries of all tensors by name; raise a `UserError` unless the weights are complete.
+
+    A single file has precedence over an index, as in transformers.
+    """
+    single, index = folder / SINGLE, folder / INDEX
+    if single.exists():
+        return read_header(single, flag)
+    if not index.exists():
+        if any(folder.glob("*.safetensors")):
+            names = ", ".join(sorted(file.name for file in folder.glob("*.safetensors"))[:3])
+            raise UserError(f"{flag} {folder} has {names}, but no {INDEX} that lists their tensors: {DOWNLOAD_AGAIN}")
+        hint = f"there is no {SINGLE}, {DOWNLOAD_AGAIN}"
+        if any(folder.glob("*.bin")):
+            hint = f"its .bin files are not read (they may run code), convert them with {conversion(folder)}"
+        elif any(folder.glob("*.pth")) or any(folder.glob("*.pt")):
+            hint = "its .pt or .pth files are not read, take the model's safetensors"
+        raise UserError(f"{flag} {folder} has no weights: {hint}")
     try:
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files = {name: index.parent / file for name, file in places.items()}
+        files = {name: folder / file for name, file in places.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"{flag}: {index} is not an index of weights ({type(error).__name__}): {DOWNLOAD_AGAIN}"
@@ -87,20 +125,12 @@ def _check_index(index: Path, flag: str) -> dict[str, JsonObject]:
     absent = sorted({file.name for file in files.values() if not file.exists()})
     if absent:
         of = f"{len(absent)} of {len(set(files.values()))} weight files"
-        raise UserError(f"{flag}: {index.parent} lacks {of}, {absent[0]} first: {DOWNLOAD_AGAIN}")
+        raise UserError(f"{flag}: {folder} lacks {of}, {absent[0]} first: {DOWNLOAD_AGAIN}")
     found = {file: read_header(file, flag) for file in sorted(set(files.values()))}
     for name, file in files.items():
         if name not in found[file]:
             raise UserError(f"{flag}: {file} lacks {name}, which {INDEX} lists in it: {DOWNLOAD_AGAIN}")
     return {name: found[file][name] for name, file in files.items()}
-
-
-def _missing_weights_hint(folder: Path) -> str:
-    if any(folder.glob("*.bin")):
-        return f"its .bin files are not read (they may run code), convert them with {conversion(folder)}"
-    if any(folder.glob("*.pth")) or any(folder.glob("*.pt")):
-        return "its .pt or .pth files are not read, take the model's safetensors"
-    return f"there is no {SINGLE}, {DOWNLOAD_AGAIN}"
 
 
 def conversion(folder: Path) -> str:
@@ -268,7 +298,11 @@ def check_model_folder(folder: str, flag: str, *, weights: bool = True) -> None:
     """Raise a `UserError` unless `folder` is a Hugging Face model folder, with complete weights if `weights`."""
     path = Path(folder)
     if not path.exists():
-        raise UserError(f"there is no model folder {folder}: {_missing_folder_hint(folder, flag)}")
+        hint = f"{flag} takes the path of a downloaded Hugging Face model"
+        if _HUB_NAME.fullmatch(folder):
+            target = f"models/{folder.rpartition('/')[2]}"
+            hint += f"; if this is its name on the hub: hf download {folder} --local-dir {target} and {flag} {target}"
+        raise UserError(f"there is no model folder {folder}: {hint}")
     if path.suffix == ".gguf":
         raise UserError(f"{flag} {folder} is a GGUF file, {_GGUF}")
     if not path.is_dir():
@@ -281,7 +315,12 @@ def check_model_folder(folder: str, flag: str, *, weights: bool = True) -> None:
         raise UserError(f"{flag} {folder} holds a LoRA adapter{of_base}: {_MERGE}")
     if not (path / "config.json").exists():
         refuse_megatron(folder, flag)
-        raise UserError(f"model folder {folder} has no config.json: {_missing_config_hint(path, flag)}")
+        hint = f"{flag} takes a Hugging Face model folder"
+        if any(path.glob("*.gguf")):
+            hint = f"its GGUF files are {_GGUF}"
+        elif any((path / name).exists() for name in _CHECKPOINTS):
+            hint = f"it holds checkpoints of a run, {hint} such as --save-hf writes"
+        raise UserError(f"model folder {folder} has no config.json: {hint}")
     config = read_model_config(path / "config.json")
     for name in config.keys() - _NAMES:
         meant = nearest_name(name, _NAMES - config.keys(), cutoff=_MISSPELT)
@@ -316,32 +355,25 @@ def _check_sizes(folder: Path, config: JsonObject, tensors: dict[str, JsonObject
             "correct it, or take config and weights of the same model"
         )
     own = text if isinstance(text, dict) else config
-    if own.get("model_type") in LLAMA_LIKE:
-        _check_layers(folder, own, tensors)
-
-
-def _check_layers(folder: Path, facts: JsonObject, tensors: dict[str, JsonObject]) -> None:
+    if own.get("model_type") not in LLAMA_LIKE:
+        return
+    sizes = {name: size for name, size in own.items() if isinstance(size, int)}
+    hidden, heads = sizes.get("hidden_size"), sizes.get("num_attention_heads", 0)
+    if own.get("head_dim") is None and own["model_type"] not in _OWN_HEAD_DIM and hidden is not None and heads > 0:
+        sizes["head_dim"] = hidden // heads
     for name, entry in tensors.items():
         match = _LAYER.match(name)
         keys = _ROWS.get(name[match.end() :], ()) if match is not None else ()
-        sizes = {key: size for key in keys if (size := _size(facts, key)) is not None}
-        if not keys or len(sizes) < len(keys) or str(entry.get("dtype"))[0] not in "BF":  # integers may be packed
-            continue
-        found = tuple(entry["shape"])
-        wanted = (math.prod(sizes.values()), *found[1:])
-        if found != wanted:
-            which = ", ".join(f"{key} {size}" for key, size in sizes.items())
+        if not keys or not sizes.keys() >= set(keys) or str(entry.get("dtype"))[0] not in "BF":
+            continue  # integers may be packed
+        found_shape = tuple(entry["shape"])
+        wanted_shape = (math.prod(sizes[key] for key in keys), *found_shape[1:])
+        if found_shape != wanted_shape:
+            which = ", ".join(f"{key} {sizes[key]}" for key in keys)
             raise UserError(
-                f"{name} in {folder} has shape {found}, but its config.json requires {wanted} ({which}): correct it, "
-                "or take config and weights of the same model"
+                f"{name} in {folder} has shape {found_shape}, but its config.json requires {wanted_shape} ({which}): "
+                "correct it, or take config and weights of the same model"
             )
-
-
-def _size(facts: JsonObject, key: str) -> int | None:
-    size, hidden, heads = facts.get(key), facts.get("hidden_size"), facts.get("num_attention_heads")
-    if size is None and key == "head_dim" and facts["model_type"] not in _OWN_HEAD_DIM:
-        return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else None
-    return size if isinstance(size, int) else None
 
 
 def check_same_shape(folder: Path, flag: str, hf_checkpoint: str, *, only: Sequence[str] = _SHAPE) -> None:
@@ -373,14 +405,6 @@ _MERGE = (
 )
 
 
-def _missing_folder_hint(folder: str, flag: str) -> str:
-    takes = f"{flag} takes the path of a downloaded Hugging Face model"
-    if not _HUB_NAME.fullmatch(folder):
-        return takes
-    target = f"models/{folder.rpartition('/')[2]}"
-    return f"{takes}; if this is its name on the hub: hf download {folder} --local-dir {target} and {flag} {target}"
-
-
 def dataset_hint(path: str, flag: str) -> str:
     """Return the end of the sentence for a missing data file, if it may be the name of a dataset on the hub."""
     if "/" not in path or not _HUB_NAME.fullmatch(path) or Path(path).suffix:
@@ -390,11 +414,3 @@ def dataset_hint(path: str, flag: str) -> str:
         f"; if this is its name on the hub: hf download {path} --repo-type dataset --local-dir {target} and {flag} "
         f"with a .jsonl or .parquet file of {target}"
     )
-
-
-def _missing_config_hint(path: Path, flag: str) -> str:
-    if any(path.glob("*.gguf")):
-        return f"its GGUF files are {_GGUF}"
-    if any((path / name).exists() for name in _CHECKPOINTS):
-        return f"it holds checkpoints of a run, {flag} takes a Hugging Face model folder such as --save-hf writes"
-    return f"{flag} takes a Hugging Face model folder"

@@ -9,7 +9,7 @@ the user's own entries.
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import logging
 import os
 import re
 import sys
@@ -19,12 +19,12 @@ from typing import Any, NoReturn
 from slime.config.config import FLAG_SPECS, Config, read_config_file
 from slime.config.fields import (
     FlagSpec,
+    check_range,
     coerce,
     did_you_mean,
     guess,
     join_unknown_names,
     nearest_name,
-    parse_text,
     plain_value,
 )
 from slime.config.flag_aliases import REFUSED, foreign_hint, foreign_setting, refusal
@@ -35,9 +35,9 @@ from slime.config.megatron_flags import (
     INT,
     MEGATRON_CLASSES,
     MEGATRON_FLAGS,
-    NUMBER,
     OTHERS,
     SWITCH,
+    TEXT,
     TEXTS,
 )
 from slime.config.resolve import resolve
@@ -45,25 +45,20 @@ from slime.errors import UserError
 from slime.storage.json_types import JsonMapping, JsonObject
 
 AddCustomArguments = Callable[[argparse.ArgumentParser], "argparse.ArgumentParser | None"]
+GivenFlag = tuple[str, list[str]]
+"""A flag of a command line, without leading dashes and with dashes in it, and the words that follow it. Settings in the
+form of other libraries are not changed."""
 
 _FLAG = re.compile(r"--[A-Za-z]")
 _CARRIED_PREFIXES = ("sglang-", "router-")
 FOR_PLUGINS = ("max-turns",)
 """Flags that only plugins read: a custom driver may declare them itself."""
 _FILE_FLAGS = tuple(name[2:] for name, metavar, _ in FILE_FLAGS if metavar)
+_BY_FLAG: dict[str, FlagSpec] = {
+    spelling.replace("_", "-"): spec for spec in FLAG_SPECS.values() for spelling in (spec.name, *spec.info.aliases)
+}
 
-
-@dataclasses.dataclass(frozen=True)
-class GivenFlag:
-    """One flag of a command line, with its words."""
-
-    name: str
-    """Without leading dashes, parts joined by dashes; settings in the form of other libraries are not changed."""
-    words: tuple[str, ...]
-
-    @property
-    def shown(self) -> str:
-        return f"--{self.name}"
+_log = logging.getLogger(__name__)
 
 
 def parse_args(argv: Sequence[str] | None = None, add_custom_arguments: AddCustomArguments | None = None) -> Config:
@@ -73,7 +68,7 @@ def parse_args(argv: Sequence[str] | None = None, add_custom_arguments: AddCusto
 
 def parse_flags(argv: Sequence[str] | None = None, add_custom_arguments: AddCustomArguments | None = None) -> Config:
     """Parse a command line into a config; nothing is derived or checked."""
-    occurrences = scan(sys.argv[1:] if argv is None else argv)
+    line = split_command_line(sys.argv[1:] if argv is None else argv)
     custom: _CustomParser | None = None
     if add_custom_arguments is not None:
         custom = _CustomParser()
@@ -81,173 +76,210 @@ def parse_flags(argv: Sequence[str] | None = None, add_custom_arguments: AddCust
         for name in custom.names:
             if name in _BY_FLAG and name not in FOR_PLUGINS:
                 raise UserError(f"custom flag --{name} already exists in slime: give it another name")
-    if any(occurrence.name == "help" for occurrence in occurrences):
+    if any(name == "help" for name, _ in line):
         print(format_help(), end="")
         if custom is not None:
             print(f"\nFlags of this driver\n{custom.format_help()}", end="")
         raise SystemExit(0)
-    values: JsonObject = {}
-    carried: JsonObject = {}
-    for occurrence in occurrences:
-        if occurrence.name == "config":
-            _apply_file(_single_word(occurrence), values, carried, what="--config", custom=custom)
-    _apply_command_line(occurrences, custom, values, carried)
-    for occurrence in occurrences:
-        if occurrence.name == "custom-config-path":
-            _apply_custom_file(_single_word(occurrence), values, carried)
-    return Config(**values, carried=carried)
+    given = _GivenValues(custom)
+    for path in (_only_word(name, words, "a file") for name, words in line if name == "config"):
+        given.add_settings(read_config_file(path), path)
+    given.add_command_line(line)
+    for path in (_only_word(name, words, "a file") for name, words in line if name == "custom-config-path"):
+        given.add_custom_file(path)
+    return Config(**given.values, carried=given.carried)
 
 
 def config_from_settings(settings: JsonMapping, origin: str, argv: Sequence[str] = ()) -> Config:
     """Build a config from `settings`, instead of a --config file `origin`, and a command line; nothing is derived."""
-    values: JsonObject = {}
-    carried: JsonObject = {}
-    _apply_settings(settings, origin, values, carried)
-    occurrences = scan(argv)
-    for occurrence in occurrences:
-        if occurrence.name in (*_FILE_FLAGS, "help"):
-            raise UserError(f"{occurrence.shown} cannot be combined with {origin}: put its content into that file")
-    _apply_command_line(occurrences, None, values, carried)
-    return Config(**values, carried=carried)
+    given = _GivenValues()
+    given.add_settings(settings, origin)
+    line = split_command_line(argv)
+    for name, _ in line:
+        if name in (*_FILE_FLAGS, "help"):
+            raise UserError(f"--{name} cannot be combined with {origin}: put its content into that file")
+    given.add_command_line(line)
+    return Config(**given.values, carried=given.carried)
 
 
 def config_from_keywords(keywords: JsonMapping) -> Config:
     """Build a config from keyword arguments; like `parse_flags`, it derives and checks nothing."""
-    given = dict(keywords)
-    files, custom_file = given.pop("config", None) or (), given.pop("custom_config_path", None)
-    values: JsonObject = {}
-    carried: JsonObject = {}
+    named = dict(keywords)
+    files, custom_file = named.pop("config", None) or (), named.pop("custom_config_path", None)
+    given = _GivenValues()
     for file in [files] if isinstance(files, str | os.PathLike) else files:
-        _apply_file(os.fspath(file), values, carried, what="config")
-    carried |= given.pop("carried", None) or {}
-    named: JsonObject = {}
-    for name, value in given.items():
+        given.add_settings(read_config_file(os.fspath(file), what="config"), os.fspath(file))
+    given.carried |= named.pop("carried", None) or {}
+    for name, value in named.items():
         flag = name.replace("_", "-")
-        if flag in _BY_FLAG:
-            named[_BY_FLAG[flag].name] = value
-        elif _is_carried(flag):
-            carried[name] = plain_value(value, name)
+        if flag not in _BY_FLAG and _is_carried(flag):
+            given.carried[name] = plain_value(value, name)
         else:
-            named[name] = value
-    config = Config.from_dict({**values, **named, "carried": carried})
+            given.values[_BY_FLAG[flag].name if flag in _BY_FLAG else name] = value
+    config = Config.from_dict({**given.values, "carried": given.carried})
     if custom_file is None:
         return config
-    over: JsonObject = {}
-    _apply_custom_file(os.fspath(custom_file), over, carried)
-    return config.replace(**over, carried=carried)
+    over = _GivenValues()
+    over.add_custom_file(os.fspath(custom_file))
+    return config.replace(**over.values, carried={**config.carried, **over.carried})
 
 
-def scan(argv: Sequence[str]) -> list[GivenFlag]:
+def split_command_line(argv: Sequence[str]) -> list[GivenFlag]:
     """Split a command line into flags and their words; `--flag=value` and `--flag value` are equivalent."""
-    occurrences: list[GivenFlag] = []
+    line: list[GivenFlag] = []
     for word in argv:
         if word in ("-h", "--help"):
-            occurrences.append(GivenFlag("help", ()))
+            line.append(("help", []))
         elif foreign_setting(word) is not None:
-            occurrences.append(GivenFlag(word, ()))
+            line.append((word, []))
         elif _FLAG.match(word):
             name, equals, value = word[2:].partition("=")
-            occurrences.append(GivenFlag(name.replace("_", "-"), (value,) if equals else ()))
-        elif not occurrences:
+            line.append((name.replace("_", "-"), [value] if equals else []))
+        elif not line:
             raise UserError(f"unexpected argument {word!r}: flags start with two dashes")
         else:
-            last = occurrences.pop()
-            occurrences.append(GivenFlag(last.name, (*last.words, word)))
-    return occurrences
+            line[-1][1].append(word)
+    return line
 
 
-def _apply_command_line(
-    occurrences: Iterable[GivenFlag],
-    custom: _CustomParser | None,
-    values: JsonObject,
-    carried: JsonObject,
-) -> None:
-    repeated: dict[str, list[object]] = {}
-    custom_words: list[str] = []
-    unknown: list[str] = []
-    for occurrence in occurrences:
-        spec, negated = _field(occurrence.name)
-        if custom is not None and custom.owns(occurrence.name):
-            custom_words += [custom.spelling(occurrence.name), *occurrence.words]
-        elif spec is not None:
-            value = _field_value(spec, occurrence, negated)
-            if spec.info.repeat:
-                repeated.setdefault(spec.name, []).extend(value)
-                value = repeated[spec.name]
-            values[spec.name] = value
-        elif (
-            occurrence.name.startswith("no-")
-            and occurrence.name not in MEGATRON_FLAGS
-            and FIELD_FLAGS.get(occurrence.name[3:]) == SWITCH
-        ):
-            carried[occurrence.name[3:].replace("-", "_")] = not _megatron_value(occurrence, SWITCH)
-        elif _is_carried(occurrence.name):
-            carried[occurrence.name.replace("-", "_")] = _carried_value(occurrence)
-        elif occurrence.name not in _FILE_FLAGS:
-            own_flags = custom.names if custom is not None else ()
-            known_elsewhere = foreign_setting(occurrence.name) or refusal(occurrence.name)
-            unknown.append(known_elsewhere or unknown_flag(occurrence.name, own_flags))
-    if unknown:
-        raise UserError(join_unknown_names(unknown, "flags"))
-    if custom is not None:
-        for name, value in custom.parse(custom_words, from_files=carried).items():
-            (values if name in FLAG_SPECS else carried)[name] = value
+class _GivenValues:
+    """The values of fields and the carried flags that files, command lines and keywords give; later ones win."""
+
+    def __init__(self, custom: _CustomParser | None = None) -> None:
+        self.custom = custom
+        self.values: JsonObject = {}
+        self.carried: JsonObject = {}
+
+    def add_command_line(self, line: Iterable[GivenFlag]) -> None:
+        """Add the flags of a command line; all unknown ones are refused together."""
+        own_flags = {} if self.custom is None else self.custom.names
+        custom_words: list[str] = []
+        repeated: dict[str, list[object]] = {}
+        unknown: list[str] = []
+        for name, words in line:
+            spec = _BY_FLAG.get(name)
+            if spec is None and name.startswith("no-"):
+                switch = _BY_FLAG.get(name[3:])
+                spec = switch if switch is not None and switch.kind == "bool" else None
+            if name in own_flags:
+                custom_words += [own_flags[name], *words]
+            elif spec is not None:
+                value = _field_value(spec, name, words)
+                if spec.info.repeat:
+                    value = repeated[spec.name] = [*repeated.get(spec.name, ()), *value]
+                self.values[spec.name] = value
+            elif name[:3] == "no-" and name not in MEGATRON_FLAGS and FIELD_FLAGS.get(name[3:]) == SWITCH:
+                self.carried[name[3:].replace("-", "_")] = not _carried_value(name, words, SWITCH)
+            elif _is_carried(name):
+                self.carried[name.replace("-", "_")] = _carried_value(name, words)
+            elif name not in _FILE_FLAGS:
+                unknown.append(foreign_setting(name) or refusal(name) or _describe_unknown(name, own_flags))
+        if unknown:
+            raise UserError(join_unknown_names(unknown, "flags"))
+        if self.custom is not None:
+            for name, value in self.custom.parse(custom_words, from_files=self.carried).items():
+                (self.values if name in FLAG_SPECS else self.carried)[name] = value
+
+    def add_settings(self, settings: JsonMapping, path: str) -> None:
+        """Add the entries of a --config file; all unknown ones are refused together."""
+        own_flags = {} if self.custom is None else self.custom.names
+        unknown: list[str] = []
+        for key, value in settings.items():
+            flag, where = key.replace("_", "-"), f"{key} in {path}"
+            spec = _BY_FLAG.get(flag)
+            if key == "carried" and isinstance(value, Mapping):
+                for name, saved in plain_value(value, where).items():
+                    field = FLAG_SPECS.get(name)
+                    if field is None:
+                        self.carried[name] = saved
+                    elif saved is not None:  # a carried flag that has become a field since the config was saved
+                        self.values[name] = coerce(field, saved, f"{name} of {where}")
+            elif spec is not None:
+                if value is not None:
+                    self.values[spec.name] = coerce(spec, value, where)
+            elif flag in own_flags or _is_carried(flag):
+                self.carried[flag.replace("-", "_")] = plain_value(value, where)
+            elif (sentence := refusal(flag) or foreign_hint(flag, shown=key)) is not None:
+                unknown.append(f"{path}: {sentence}")
+            else:
+                unknown.append(f"unknown key {key} in {path}{did_you_mean(key.replace('-', '_'), FLAG_SPECS)}")
+        if unknown:
+            raise UserError(join_unknown_names(unknown, "keys"))
+
+    def add_custom_file(self, path: str) -> None:
+        """Add a --custom-config-path file: entries override flags, or become `args.<name>` for plugins."""
+        self.carried["custom_config_path"] = path
+        for key, value in read_config_file(path, what="--custom-config-path").items():
+            flag, name, where = key.replace("_", "-"), key.replace("-", "_"), f"{key} in {path}"
+            spec = _BY_FLAG.get(flag)
+            if spec is not None:
+                if value is not None:
+                    value = coerce(spec, value, where)
+                    check_range(spec, value, where)
+                elif spec.default is not None:
+                    raise UserError(f"{where} must have a value: drop the key for the default")
+                self.values[spec.name] = value
+            elif (sentence := refusal(flag)) is not None:
+                raise UserError(f"{path}: {sentence}")
+            elif hasattr(Config, name) or flag in _FILE_FLAGS:
+                raise UserError(f"{where} is reserved: args.{name} already has a meaning, rename the key")
+            else:
+                self.carried[name] = plain_value(value, where)
 
 
-def _field(name: str) -> tuple[FlagSpec | None, bool]:
-    """Return the spec of a flag, None for other names, and whether it is written as --no-<switch>."""
-    spec = _BY_FLAG.get(name)
-    if spec is None and name.startswith("no-"):
-        positive = _BY_FLAG.get(name[3:])
-        return (positive, True) if positive is not None and positive.kind == "bool" else (None, False)
-    return spec, False
-
-
-def _field_value(spec: FlagSpec, occurrence: GivenFlag, negated: bool) -> Any:
+def _field_value(spec: FlagSpec, name: str, words: list[str]) -> Any:
+    """Return the value of a config field from the words after its flag."""
+    shown = f"--{name}"
     if spec.kind == "bool":
-        if not occurrence.words:
-            return not negated
-        if negated or len(occurrence.words) > 1 or occurrence.words[0].lower() not in ("true", "false"):
-            _refuse_word(occurrence, occurrence.words[0])
-        return coerce(spec, occurrence.words[0], occurrence.shown)
-    if len(occurrence.words) > 1 and spec.kind not in ("strs", "ints", "pairs"):
-        _refuse_word(occurrence, occurrence.words[1])
-    return parse_text(spec, occurrence.words, occurrence.shown)
+        is_negated = name not in _BY_FLAG
+        if words and (is_negated or len(words) > 1 or words[0].lower() not in ("true", "false")):
+            _refuse_word(name, words[0])
+        return coerce(spec, words[0], shown) if words else not is_negated
+    if spec.kind not in ("strs", "ints", "pairs") or not words:
+        return coerce(spec, _only_word(name, words, f"a value ({spec.metavar})"), shown)
+    if spec.kind == "pairs" and len(words) == 1 and not words[0].startswith("-"):
+        _log.warning("%s %s has no name: it is named aime, as in upstream slime", shown, words[0])
+        words = ["aime", *words]
+    if spec.kind == "pairs" and len(words) % 2:
+        raise UserError(f"{shown} takes pairs NAME PATH, but got {len(words)} values: {' '.join(words)}")
+    return coerce(spec, words, shown)
 
 
-def _carried_value(occurrence: GivenFlag) -> object:
-    kind = _megatron_kind(occurrence.name)
-    if kind is not None:
-        return _megatron_value(occurrence, kind)
-    guesses = [guess(word) for word in occurrence.words]
-    if not guesses:
-        return True
-    return guesses[0] if len(guesses) == 1 else guesses
-
-
-def _megatron_kind(flag: str) -> str | None:
-    return MEGATRON_FLAGS.get(flag) or FIELD_FLAGS.get(flag)
-
-
-def _megatron_value(occurrence: GivenFlag, kind: str) -> object:
-    words = occurrence.words
+def _carried_value(name: str, words: list[str], kind: str | None = None) -> object:
+    """Return the value of a carried flag: of Megatron's type, or of the likeliest one."""
+    kind = kind or MEGATRON_FLAGS.get(name) or FIELD_FLAGS.get(name)
+    if kind is None:
+        guesses = [guess(word) for word in words] or [True]
+        return guesses[0] if len(guesses) == 1 else guesses
     if kind == SWITCH:
-        return True if not words else _refuse_word(occurrence, words[0])
-    if not words:
-        raise UserError(f"{occurrence.shown} needs a value")
-    if kind == TEXTS:
-        return list(words)
-    if len(words) > 1:
-        _refuse_word(occurrence, words[1])
-    if kind not in (INT, FLOAT, NUMBER):
-        return words[0]
-    number = guess(words[0])
+        return True if not words else _refuse_word(name, words[0])
+    if kind == TEXTS and words:
+        return words
+    word = _only_word(name, words, "a value")
+    number = guess(word)
+    if kind == TEXT:
+        return word
     if isinstance(number, bool) or not isinstance(number, int | float) or (kind == INT and isinstance(number, float)):
-        raise UserError(f"{occurrence.shown} must be a {'whole ' if kind == INT else ''}number, not {words[0]!r}")
+        raise UserError(f"--{name} must be a {'whole ' if kind == INT else ''}number, not {word!r}")
     return float(number) if kind == FLOAT else number
 
 
-def unknown_flag(name: str, own_flags: Iterable[str] = ()) -> str:
+def _is_carried(flag: str) -> bool:
+    is_megatron = flag in MEGATRON_FLAGS or flag in FIELD_FLAGS
+    return is_megatron or (flag.startswith(_CARRIED_PREFIXES) and refusal(flag) is None)
+
+
+def _only_word(name: str, words: list[str], needed: str) -> str:
+    if not words:
+        raise UserError(f"--{name} needs {needed}")
+    return words[0] if len(words) == 1 else _refuse_word(name, words[1])
+
+
+def _refuse_word(name: str, word: str) -> NoReturn:
+    raise UserError(f"unexpected argument {word!r} after --{name}")
+
+
+def _describe_unknown(name: str, own_flags: Iterable[str]) -> str:
     """Return the sentence for an unknown flag: its name here if another library has it, else the nearest name."""
     hint = foreign_hint(name)
     if hint is not None:
@@ -256,75 +288,6 @@ def unknown_flag(name: str, own_flags: Iterable[str] = ()) -> str:
     megatron = [flag for flag, role in MEGATRON_CLASSES.items() if role != OTHERS]
     match = nearest_name(name, [*with_effect, *_FILE_FLAGS, *own_flags, *megatron, *FIELD_FLAGS, *REFUSED])
     return f"unknown flag --{name}" + (f": did you mean --{match}?" if match else " (slime flags lists all)")
-
-
-def _apply_file(
-    path: str,
-    values: JsonObject,
-    carried: JsonObject,
-    *,
-    what: str,
-    custom: _CustomParser | None = None,
-) -> None:
-    _apply_settings(read_config_file(path, what=what), path, values, carried, custom)
-
-
-def _apply_settings(
-    settings: JsonMapping,
-    path: str,
-    values: JsonObject,
-    carried: JsonObject,
-    custom: _CustomParser | None = None,
-) -> None:
-    own_flags = custom.names if custom is not None else {}
-    unknown: list[str] = []
-    for key, value in settings.items():
-        flag = key.replace("_", "-")
-        spec = _BY_FLAG.get(flag)
-        where = f"{key} in {path}"
-        if key == "carried" and isinstance(value, Mapping):
-            for name, saved in plain_value(value, where).items():
-                field = FLAG_SPECS.get(name)
-                if field is None:
-                    carried[name] = saved
-                elif saved is not None:  # a carried flag that has become a field since the config was saved
-                    values[name] = coerce(field, saved, f"{name} of {where}")
-        elif spec is not None:
-            if value is not None:
-                values[spec.name] = coerce(spec, value, where)
-        elif flag in own_flags or _is_carried(flag):
-            carried[flag.replace("-", "_")] = plain_value(value, where)
-        else:
-            sentence = refusal(flag) or foreign_hint(flag, shown=key)
-            if sentence is None:
-                unknown.append(f"unknown key {key} in {path}{did_you_mean(key.replace('-', '_'), FLAG_SPECS)}")
-            else:
-                unknown.append(f"{path}: {sentence}")
-    if unknown:
-        raise UserError(join_unknown_names(unknown, "keys"))
-
-
-def _apply_custom_file(path: str, values: JsonObject, carried: JsonObject) -> None:
-    """Apply a --custom-config-path file: entries override flags, or become `args.<name>` for plugins."""
-    carried["custom_config_path"] = path
-    for key, value in read_config_file(path, what="--custom-config-path").items():
-        flag, name, where = key.replace("_", "-"), key.replace("-", "_"), f"{key} in {path}"
-        spec = _BY_FLAG.get(flag)
-        if spec is not None:
-            if value is not None:
-                value = coerce(spec, value, where)
-                complaint = spec.info.check(value) if spec.info.check else None
-                if complaint:
-                    raise UserError(f"{where} {complaint}, not {value}")
-            values[spec.name] = value
-            if value is None and spec.default is not None:
-                raise UserError(f"{where} must have a value: drop the key for the default")
-        elif (sentence := refusal(flag)) is not None:
-            raise UserError(f"{path}: {sentence}")
-        elif hasattr(Config, name) or flag in _FILE_FLAGS:
-            raise UserError(f"{where} is reserved: args.{name} already has a meaning, rename the key")
-        else:
-            carried[name] = plain_value(value, where)
 
 
 def custom_file_flags(path: str) -> JsonObject:
@@ -341,22 +304,6 @@ def misspelled_custom_file_keys(path: str) -> dict[str, str]:
     return {key: match for key, match in near.items() if match is not None}
 
 
-def _is_carried(flag: str) -> bool:
-    return _megatron_kind(flag) is not None or (flag.startswith(_CARRIED_PREFIXES) and refusal(flag) is None)
-
-
-def _single_word(occurrence: GivenFlag) -> str:
-    if not occurrence.words:
-        raise UserError(f"{occurrence.shown} needs a file")
-    if len(occurrence.words) > 1:
-        _refuse_word(occurrence, occurrence.words[1])
-    return occurrence.words[0]
-
-
-def _refuse_word(occurrence: GivenFlag, word: str) -> NoReturn:
-    raise UserError(f"unexpected argument {word!r} after {occurrence.shown}")
-
-
 class _CustomParser(argparse.ArgumentParser):
     """Parser of the flags of a custom driver; their defaults and values are put into `carried`."""
 
@@ -365,13 +312,8 @@ class _CustomParser(argparse.ArgumentParser):
 
     @property
     def names(self) -> dict[str, str]:
+        """Each flag as it is compared, with its spelling."""
         return {option.lstrip("-").replace("_", "-"): option for option in self._option_string_actions}
-
-    def owns(self, name: str) -> bool:
-        return name in self.names
-
-    def spelling(self, name: str) -> str:
-        return self.names[name]
 
     def parse(self, words: Sequence[str], *, from_files: JsonMapping) -> JsonObject:
         """Parse the custom flags; values from files replace their defaults."""
@@ -382,8 +324,3 @@ class _CustomParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"custom flags: {message}")
-
-
-_BY_FLAG: dict[str, FlagSpec] = {
-    spelling.replace("_", "-"): spec for spec in FLAG_SPECS.values() for spelling in (spec.name, *spec.info.aliases)
-}

@@ -22,6 +22,7 @@ from string import Formatter
 
 from slime.config.config import RESOLVED, Config
 from slime.config.datasets import all_datasets
+from slime.config.fields import flag_name
 from slime.config.model_folder import LATEST
 from slime.errors import UserError
 from slime.storage.files import find_foreign_file, is_checkpoint, is_dump, is_marked
@@ -136,72 +137,62 @@ def check_folders(config: Config) -> None:
         _check_writable(place)
 
 
-def _models_read(config: Config) -> Iterator[FlaggedPath]:
-    named = (
-        ("--hf-checkpoint", config.hf_checkpoint),
-        ("--critic-hf-checkpoint", config.critic_hf_checkpoint),
-        ("--ref-load", config.ref_load),
-        ("--opd-teacher-load", config.opd_teacher_load),
-        ("--load", config.load if _is_one_model(config.load) else None),
-        ("--critic-load", config.critic_load if _is_one_model(config.critic_load) else None),
-    )
-    for flag, path in named:
-        if path is not None:
-            yield FlaggedPath(flag, path)
-
-
-def _is_one_model(folder: str | None) -> bool:
-    """Return whether `folder` is a model or a single checkpoint, not a folder to which a run may add checkpoints."""
-    if folder is None or Path(folder, LATEST).is_file():
-        return False
-    return any(Path(folder, name).is_file() for name in ("config.json", "meta.json", ".metadata"))
-
-
-def _data_paths_read(config: Config) -> Iterator[FlaggedPath]:
-    named = [
-        ("--prompt-data", config.prompt_data),
-        *((dataset.origin, dataset.path) for dataset in all_datasets(config)),
-        ("--load", config.load),
-        ("--critic-load", config.critic_load),
-        ("--prompt-config", config.prompt_config),
-        ("--eval-config", config.eval_config),
-        ("--critic-config", config.critic_config),
-        ("--megatron-config-path", config.megatron_config_path),
+def _flagged(config: Config, *names: str, is_replaced: bool = False) -> list[FlaggedPath]:
+    """Return the given ones of these paths; only the folder of a path that names files of rollouts."""
+    given = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    return [
+        FlaggedPath(flag_name(name), str(Path(path).parent) if "_debug_" in name else path, is_replaced)
+        for name, path in given.items()
     ]
-    for flag, path in named:
-        if path is not None:
-            yield FlaggedPath(flag, path.partition("@[")[0])
-    if config.load_debug_rollout_data is not None:
-        yield FlaggedPath("--load-debug-rollout-data", str(Path(config.load_debug_rollout_data).parent))
+
+
+def _models_read(config: Config) -> list[FlaggedPath]:
+    """Return models and single checkpoints, without folders to which a run may add checkpoints."""
+    resumed = [
+        place
+        for place in _flagged(config, "load", "critic_load")
+        if not Path(place.path, LATEST).is_file()
+        and any(Path(place.path, name).is_file() for name in ("config.json", "meta.json", ".metadata"))
+    ]
+    return _flagged(config, "hf_checkpoint", "critic_hf_checkpoint", "ref_load", "opd_teacher_load") + resumed
+
+
+def _data_paths_read(config: Config) -> list[FlaggedPath]:
+    files = [FlaggedPath(dataset.origin, dataset.path) for dataset in all_datasets(config)]
+    files = _flagged(config, "prompt_data") + files + _flagged(config, "load", "critic_load", "prompt_config")
+    files += _flagged(config, "eval_config", "critic_config", "megatron_config_path")
+    files = [FlaggedPath(place.flag, place.path.partition("@[")[0]) for place in files]
+    return files + _flagged(config, "load_debug_rollout_data")
 
 
 def _written_paths(config: Config) -> list[FlaggedPath]:
-    named = (
-        ("--output-dir", config.output_dir, False),
-        ("--save", config.save, False),
-        ("--critic-save", config.critic_save, False),
-        ("--save-hf", config.save_hf, True),
-        ("--update-weight-disk-dir", config.update_weight_disk_dir, False),
-        ("--update-weight-local-checkpoint-dir", config.update_weight_local_checkpoint_dir, True),
-        ("--save-debug-rollout-data", _parent(config.save_debug_rollout_data), False),
-        ("--save-debug-train-data", _parent(config.save_debug_train_data), False),
+    return (
+        _flagged(config, "output_dir", "save", "critic_save")
+        + _flagged(config, "save_hf", is_replaced=True)
+        + _flagged(config, "update_weight_disk_dir")
+        + _flagged(config, "update_weight_local_checkpoint_dir", is_replaced=True)
+        + _flagged(config, "save_debug_rollout_data", "save_debug_train_data")
     )
-    return [FlaggedPath(flag, path, replaced) for flag, path, replaced in named if path is not None]
-
-
-def _parent(template: str | None) -> str | None:
-    return None if template is None else str(Path(template).parent)
 
 
 def _collisions(config: Config) -> Iterator[str]:
-    models, written = list(_models_read(config)), _written_paths(config)
-    others = [*_data_paths_read(config)]
+    models, others, written = _models_read(config), _data_paths_read(config), _written_paths(config)
     for place in written:
+        if not place.is_replaced:
+            if not place.flag.startswith("--save-debug"):  # single files, which are checked one by one
+                taken = [model for model in models if place.real == model.real]
+                yield from (_into_model(place, model) for model in taken)
+            continue
+        path = RolloutPath(place.path)
+        reached = [path.fixed_folder, *path.existing_folders()]
         for model in models:
-            if _overwrites(place, model):
-                yield f"{place} would write into the model folder that {model} reads: choose another folder"
+            if path.rollout_of(model.real) is not None or any(_is_within(one, model.real) for one in reached):
+                yield _into_model(place, model)
+        linked = {Path(os.path.realpath(found)) for _, found in path.present()}
         for other in [*models, *others, *(one for one in written if one.flag != place.flag)]:
-            if place.is_replaced and _removes(place, other):
+            inner = RolloutPath(other.path)
+            folder = Path(inner.real) if inner.is_one else inner.fixed_folder
+            if any(path.rollout_of(one) is not None or one in linked for one in (folder, *folder.parents)):
                 yield f"{place} is replaced as a whole, and {other} with it: choose another folder"
     checkpoints = [os.path.realpath(path) for path in (config.save, config.critic_save) if path is not None]
     if len(checkpoints) > len(set(checkpoints)):
@@ -212,23 +203,8 @@ def _collisions(config: Config) -> Iterator[str]:
             yield f"{model} is among the versions of the weights that this run removes: copy it elsewhere first"
 
 
-def _overwrites(place: FlaggedPath, model: FlaggedPath) -> bool:
-    """Return whether `place` is the model folder or, if it is replaced as a whole, is inside it."""
-    path = RolloutPath(place.path)
-    if place.flag.startswith("--save-debug"):
-        return False  # single files, which are checked one by one
-    if not place.is_replaced:
-        return place.real == model.real
-    reached = [path.fixed_folder, *path.existing_folders()]
-    return path.rollout_of(model.real) is not None or any(_is_within(one, model.real) for one in reached)
-
-
-def _removes(place: FlaggedPath, other: FlaggedPath) -> bool:
-    """Return whether replacing `place` removes `other`."""
-    path, inner = RolloutPath(place.path), RolloutPath(other.path)
-    folder = Path(inner.real) if inner.is_one else inner.fixed_folder
-    linked = {Path(os.path.realpath(found)) for _, found in path.present()}
-    return any(path.rollout_of(one) is not None or one in linked for one in (folder, *folder.parents))
+def _into_model(place: FlaggedPath, model: FlaggedPath) -> str:
+    return f"{place} would write into the model folder that {model} reads: choose another folder"
 
 
 def _is_within(path: Path, folder: Path) -> bool:

@@ -17,18 +17,18 @@ from slime.config.checks import (
     check_files,
     check_megatron_flags,
     check_required_flags,
+    check_shape_flags,
     check_trackers,
     derive_live,
 )
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.critic import critic_flags, role_overrides
 from slime.config.datasets import evaluates
-from slime.config.fields import coerce
+from slime.config.fields import check_range, coerce
 from slime.config.flags.data import DEFAULT_DATA_SOURCE
 from slime.config.flags.rollout import DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
 from slime.config.initial_weights import split_load_iteration
 from slime.config.lora import apply_adapter_config, derive_lora
-from slime.config.megatron_model_flags import check_has_routers, check_shape_flags
 from slime.config.parallelism import uses_megatron
 from slime.config.plugins.view import check_plugins, with_own_overlay
 from slime.errors import UserError
@@ -43,7 +43,17 @@ INDEXER_PATTERN = r"\.indexer\."
 def resolve(config: Config) -> Config:
     """Return the config that a run uses; raise a `UserError` if the flags are wrong or contradict each other."""
     check_required_flags(config)
-    config = with_own_overlay(_checked_values(config))
+    values: JsonObject = {}
+    for spec in FLAG_SPECS.values():  # also of configs made in Python
+        value = getattr(config, spec.name)
+        if value is not None:
+            values[spec.name] = coerce(spec, value, spec.flag)
+            check_range(spec, values[spec.name], spec.flag)
+        elif spec.info.required:
+            raise UserError(f"{spec.flag} is missing: give it the {spec.info.help}")
+        elif spec.default is not None:
+            raise UserError(f"{spec.flag} must have a value")
+    config = with_own_overlay(config.replace(**values))
     config = apply_adapter_config(split_load_iteration(config.replace(**role_overrides(config, "actor"))))
     config = derive(config)
     check_contradictions(config)
@@ -52,7 +62,6 @@ def resolve(config: Config) -> Config:
     if has_critic(config):
         critic_flags(config)
     check_shape_flags(config)
-    check_has_routers(config)
     check_megatron_flags(config)
     check_plugins(config)
     return config
@@ -75,25 +84,6 @@ def derive(config: Config) -> Config:
     ):
         config = step(config)
     return config
-
-
-def _checked_values(config: Config) -> Config:
-    """Convert every value to its field's type and check its range, also for configs made in Python."""
-    values: JsonObject = {}
-    for spec in FLAG_SPECS.values():
-        value = getattr(config, spec.name)
-        if value is None:
-            if spec.info.required:
-                raise UserError(f"{spec.flag} is missing: give it the {spec.info.help}")
-            if spec.default is not None:
-                raise UserError(f"{spec.flag} must have a value")
-            continue
-        value = coerce(spec, value, spec.flag)
-        complaint = spec.info.check(value) if spec.info.check else None
-        if complaint:
-            raise UserError(f"{spec.flag} {complaint}, not {value}")
-        values[spec.name] = value
-    return config.replace(**values)
 
 
 def _derive_modes(config: Config) -> Config:

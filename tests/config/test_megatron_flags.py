@@ -12,6 +12,7 @@ from slime.config import Config, parse_args, resolve
 from slime.config.checks import check_megatron_flags
 from slime.config.ignored_flags import flags_without_effect
 from slime.config.megatron_flags import (
+    COMPARED_SHAPE_KEYS,
     MEGATRON_CLASSES,
     MEGATRON_FLAGS,
     NEUTRAL,
@@ -24,7 +25,6 @@ from slime.config.megatron_flags import (
     TEXT,
     given_settings,
 )  # fmt: skip
-from slime.config.megatron_model_flags import COMPARED_SHAPE_KEYS
 from slime.errors import UserError
 
 OF_NUMBERS = [name for name, role in MEGATRON_CLASSES.items() if role == NUMBERS and name != "finetune"]

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoConfig
 
 from slime.config import Config
-from slime.config.megatron_model_flags import check_shape_flags
+from slime.config.checks import check_shape_flags
 from slime.config.parser import parse_flags
 from slime.errors import UserError
 from slime.models.catalog import published_model

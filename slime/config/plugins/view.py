@@ -18,108 +18,16 @@ from slime.config.checks import LIVE_GENERATE, TRAFFIC_BASELINE
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.datasets import all_datasets, eval_datasets, train_datasets
 from slime.config.fields import coerce, flag_name
+from slime.config.flag_aliases import UPSTREAM_DEFAULTS
 from slime.config.flags.data import DEFAULT_DATA_SOURCE
 from slime.config.flags.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
-from slime.config.megatron_flags import MEGATRON_FLAGS, SWITCH
-from slime.config.megatron_model_flags import read_model_shape
+from slime.config.megatron_flags import MEGATRON_DEFAULTS, MEGATRON_FLAGS, SWITCH
+from slime.config.model_folder import read_shape
 from slime.config.parallelism import expert_tensor_size, uses_megatron, virtual_stages
 from slime.config.plugins import CONTRACTS, computed_with, constructor_values, load_plugin
 from slime.config.plugins.args import PLAIN, RUN_MARK, Overlay, PluginArgs, is_same
 from slime.errors import UserError
 from slime.storage.json_types import JsonObject
-
-UPSTREAM_DEFAULTS: JsonObject = {
-    "release_train": False,
-    "opd_teacher_ckpt_step": None,
-    "load_forge_rollout_data": None,
-    "enable_mtp_training": False,
-    "megatron_deepgemm_forward_layers": None,
-    "megatron_deepgemm_forward_modules": None,
-    "megatron_deepgemm_moe_forward_layers": None,
-    "megatron_deepgemm_moe_forward_modules": None,
-    "megatron_to_hf_mode": "raw",
-    "custom_config_path": None,
-    "sglang_router_ip": None,
-    "sglang_router_port": None,
-    "sglang_router_request_timeout_secs": 14400,
-    "sglang_model_routers": {},
-    "sglang_dp_size": 1,
-    "sglang_pp_size": 1,
-    "sglang_ep_size": 1,
-    "sglang_enable_deterministic_inference": False,
-    "sglang_speculative_algorithm": None,
-    "sglang_mem_fraction_static": None,
-    "sglang_context_length": None,
-    "sglang_log_level": None,
-    "sglang_cuda_graph_bs": None,
-    "sglang_enable_metrics": True,
-    "sglang_enable_ep_moe": False,
-    "sglang_enable_dp_attention": False,
-    "sglang_custom_pull_weights_pre_read_hook": None,
-    "router_policy": None,
-    "seq_length": 4096,
-}
-"""Upstream's defaults of flags and attributes that are not config fields here."""
-
-MEGATRON_DEFAULTS: JsonObject = {
-    "num_query_groups": 1,
-    "original_max_position_embeddings": 4096,
-    "moe_router_topk": 2,
-    "moe_deepep_num_sms": 20,
-    "kv_lora_rank": 32,
-    "qk_head_dim": 128,
-    "qk_pos_emb_head_dim": 64,
-    "v_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "lr_warmup_samples": 0,
-    "profile_step_start": 10,
-    "profile_step_end": 12,
-    "log_interval": 100,
-    "tensorboard_queue_size": 1000,
-    "empty_unused_memory_level": 0,
-    "num_workers": 2,
-    "manual_gc_interval": 0,
-    "timing_log_level": 0,
-    "cross_entropy_fusion_impl": "native",
-    "attention_dropout": 0.1,
-    "hidden_dropout": 0.1,
-    "norm_epsilon": 1e-05,
-    "layernorm_epsilon": 1e-05,
-    "init_method_std": 0.02,
-    "rotary_percent": 1.0,
-    "rotary_scaling_factor": 1.0,
-    "rope_scaling_factor": 8.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "moe_aux_loss_coeff": 0.0,
-    "moe_router_bias_update_rate": 0.001,
-    "optimizer_offload_fraction": 1.0,
-    "lr_warmup_init": 0.0,
-    "initial_loss_scale": 4294967296.0,
-    "min_loss_scale": 1.0,
-    "sgd_momentum": 0.9,
-    "rotary_base": 10000,
-    "normalization": "LayerNorm",
-    "position_embedding_type": "learned_absolute",
-    "rope_type": "rope",
-    "softmax_type": "vanilla",
-    "fp8_recipe": "delayed",
-    "fp8_amax_compute_algo": "most_recent",
-    "moe_layer_freq": "1",
-    "moe_router_load_balancing_type": "aux_loss",
-    "moe_router_score_function": "softmax",
-    "moe_token_drop_policy": "probs",
-    "main_grads_dtype": "fp32",
-    "main_params_dtype": "fp32",
-    "weight_decay_incr_style": "constant",
-    "lr_wsd_decay_style": "exponential",
-    "ckpt_format": "torch_dist",
-    "dist_ckpt_strictness": "assume_ok_unexpected",
-}
-"""Megatron's own defaults; flags that are not in this table are off, or None."""
-
 
 CONFIG_ATTRIBUTE = "slime_config"
 """Attribute of a `parse_args` namespace with the config that it was built from."""
@@ -205,14 +113,40 @@ def _checked(name: str, value: object) -> object:
 
 def upstream_view(config: Config) -> JsonObject:
     """Return all names and values of `args`: defaults, overridden first by the model, then the flags, then the run."""
+    file = Path(config.hf_checkpoint or "") / "config.json"
+    model = {name: number for name, (_, number) in read_shape(file).items()} if file.is_file() else {}
+    trainers = (config.actor_num_nodes or 1) * (config.actor_num_gpus_per_node or 1)
+    sizes: JsonObject = {**_FSDP_SIZES, "data_parallel_size": trainers // config.context_parallel_size}
+    if uses_megatron(config):
+        stages = virtual_stages(config, int(model.get("num_layers", 0)))
+        sizes = {
+            "expert_tensor_parallel_size": expert_tensor_size(config),
+            "virtual_pipeline_model_parallel_size": stages if stages > 1 else None,
+            "data_parallel_size": data_parallel_size(config),
+        }
     view = {
         **{flag.replace("-", "_"): False if kind == SWITCH else None for flag, kind in MEGATRON_FLAGS.items()},
         **MEGATRON_DEFAULTS,
         **UPSTREAM_DEFAULTS,
         **config.carried,
-        **_model_facts(config),
+        **model,
         **{name: None if spec.info.secret else getattr(config, name) for name, spec in FLAG_SPECS.items()},
-        **_derived(config),
+        **_TRAINERS,
+        **sizes,
+        "world_size": trainers,
+        "actor_num_gpus": trainers,
+        "rollout_num_engines": num_engines(config),
+        "rollout_external": bool(config.rollout_external_engine_addrs),
+        "use_critic": has_critic(config),
+        "use_tis": uses_importance_weights(config),
+        "rollout_global_dataset": not config.disable_rollout_global_dataset,
+        "rewards_normalization": not config.disable_rewards_normalization,
+        "grpo_std_normalization": not config.disable_grpo_std_normalization and config.n_samples_per_prompt != 1,
+        "compute_advantages_and_returns": not config.disable_compute_advantages_and_returns,
+        "eval_prompt_data": [word for pair in config.eval_prompt_data or () for word in pair] or None,
+        "eval_datasets": eval_datasets(config),
+        "train_datasets": train_datasets(config),
+        "rollout_skip_special_tokens": bool(config.rollout_skip_special_tokens),
         "carried": config.carried,
     }
     train_iters = None
@@ -233,52 +167,12 @@ def upstream_view(config: Config) -> JsonObject:
     return view
 
 
-def _derived(config: Config) -> JsonObject:
-    trainers = (config.actor_num_nodes or 1) * (config.actor_num_gpus_per_node or 1)
-    return {
-        **_TRAINERS,
-        **_parallel_sizes(config, trainers),
-        "world_size": trainers,
-        "actor_num_gpus": trainers,
-        "rollout_num_engines": num_engines(config),
-        "rollout_external": bool(config.rollout_external_engine_addrs),
-        "use_critic": has_critic(config),
-        "use_tis": uses_importance_weights(config),
-        "rollout_global_dataset": not config.disable_rollout_global_dataset,
-        "rewards_normalization": not config.disable_rewards_normalization,
-        "grpo_std_normalization": not config.disable_grpo_std_normalization and config.n_samples_per_prompt != 1,
-        "compute_advantages_and_returns": not config.disable_compute_advantages_and_returns,
-        "eval_prompt_data": [word for pair in config.eval_prompt_data or () for word in pair] or None,
-        "eval_datasets": eval_datasets(config),
-        "train_datasets": train_datasets(config),
-        "rollout_skip_special_tokens": bool(config.rollout_skip_special_tokens),
-    }
-
-
-def _parallel_sizes(config: Config, trainers: int) -> JsonObject:
-    if not uses_megatron(config):
-        return {**_FSDP_SIZES, "data_parallel_size": trainers // config.context_parallel_size}
-    num_layers = _model_facts(config).get("num_layers", 0)
-    stages = virtual_stages(config, int(num_layers))
-    return {
-        "expert_tensor_parallel_size": expert_tensor_size(config),
-        "virtual_pipeline_model_parallel_size": stages if stages > 1 else None,
-        "data_parallel_size": data_parallel_size(config),
-    }
-
-
 def num_engines(args: Config | argparse.Namespace) -> int:
     """Return the number of engines of a run; a custom namespace may lack the flags that it does not use."""
     addresses = getattr(args, "rollout_external_engine_addrs", None)
     if addresses:
         return len(addresses)
     return max(1, (args.rollout_num_gpus or 1) // (getattr(args, "rollout_num_gpus_per_engine", None) or 1))
-
-
-def _model_facts(config: Config) -> JsonObject:
-    """Return the model's shape from its config.json; empty if there is none."""
-    file = Path(config.hf_checkpoint or "") / "config.json"
-    return read_model_shape(file) if file.is_file() else {}
 
 
 _BUILT_IN = (

@@ -25,7 +25,7 @@ from slime.config.async_mode import max_versions_behind
 from slime.config.batch import data_parallel_size, num_trainers
 from slime.config.critic import critic_flags
 from slime.config.initial_weights import find_initial_weights, find_reference_weights
-from slime.config.megatron_model_flags import read_model_config
+from slime.config.model_folder import read_model_config
 from slime.config.parallelism import expert_tensor_size, uses_megatron, virtual_stages
 from slime.driver.plan.memory import (
     CHUNK_LOGITS,

@@ -30,7 +30,7 @@ from slime.config.flags.rollout import DEFAULT_RESPONSE_LEN, ONE_STEP, SFT_ROLLO
 from slime.config.ignored_flags import flag_list, flags_unused_by_layers, flags_without_effect
 from slime.config.initial_weights import describe_initial_weights, describe_reference, initial_weight_notes
 from slime.config.lora import uses_lora
-from slime.config.megatron_model_flags import read_model_config
+from slime.config.model_folder import read_model_config
 from slime.config.parallelism import uses_megatron
 from slime.config.parser import custom_file_flags, misspelled_custom_file_keys
 from slime.driver.plan.data import check_data, data_rows
