@@ -64,6 +64,18 @@ def resolve(config: Config) -> Config:
     check_shape_flags(config)
     check_megatron_flags(config)
     check_plugins(config)
+    config.overlay.resolved = config
+    return config
+
+
+def resolve_for_run(config: Config) -> Config:
+    """Return the config for one run: `config` itself if `resolve` made it and no run has used it, else resolved now.
+
+    Invariant: of two runs with one config the second checks again what the first has written.
+    """
+    if config.overlay.resolved is not config:
+        config = resolve(config)
+    config.overlay.resolved = None
     return config
 
 

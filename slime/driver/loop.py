@@ -32,7 +32,7 @@ from slime.cluster.factory import find_machines
 from slime.cluster.garbage_collection import gc_frozen
 from slime.cluster.process import process_tree
 from slime.cluster.watchdog import watch_signals
-from slime.config import Config, resolve, save_config
+from slime.config import Config, resolve_for_run, save_config
 from slime.config.async_mode import is_async
 from slime.config.datasets import eval_datasets, evaluates, prompt_files
 from slime.config.initial_weights import describe_initial_weights, model_folders
@@ -91,7 +91,7 @@ def train(args: Config | argparse.Namespace, *, reward: Callable[..., object] | 
     """
     if reward is not None:
         check_given(reward, "--custom-rm-path", "the given reward function")
-    config = resolve(as_config(args))
+    config = resolve_for_run(as_config(args))
     machines = find_machines(config)
     device = machines.device
     plan = make_plan(

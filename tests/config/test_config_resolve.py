@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from slime.config import Config, parse_args, resolve
+from slime.config import Config, parse_args, resolve, resolve_for_run
 from slime.config.batch import data_parallel_size, tokens_per_row
 from slime.config.plugins.view import upstream_view
 from slime.errors import UserError
@@ -311,3 +311,20 @@ def test_routing_replay_needs_a_model_with_routers(valid: dict[str, Any]) -> Non
         )
     file.write_text(json.dumps({**json.loads(file.read_text()), "num_experts": 8, "num_experts_per_tok": 2}))
     assert resolve(Config(**valid, use_rollout_routing_replay=True)).use_routing_replay
+
+
+def test_resolved_config_is_trusted_for_one_run(valid: dict[str, Any], tmp_path: Path) -> None:
+    config = resolve(Config(**valid, save=str(tmp_path / "saved")))
+    assert resolve_for_run(config) is config
+    (tmp_path / "saved" / "iter_0000001").mkdir(parents=True)  # by the run
+    with pytest.raises(UserError, match="has a checkpoint that this slime did not write"):
+        resolve_for_run(config)
+
+
+def test_changed_copy_of_a_resolved_config_is_checked_again(valid: dict[str, Any]) -> None:
+    config = resolve(Config(**valid))
+    with pytest.raises(UserError, match="--lr must be at least 0, not -1"):
+        resolve_for_run(config.replace(lr=-1.0))
+    again = resolve_for_run(config.replace(eval_top_k=None))
+    assert again == config
+    assert again.overlay is not config.overlay

@@ -34,6 +34,8 @@ class Overlay:
         self._written: set[str] = set()
         self._told: set[str] = set()
         self._shown: list[object] = []
+        self.resolved: object | None = None
+        """The config that was resolved together with this overlay, until a run uses it."""
 
     def show(self, config: object, facts: Callable[[], JsonMapping]) -> PluginArgs:
         """Return the namespace, to which the values of a config are added the first time that it is passed."""
