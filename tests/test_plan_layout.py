@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from slime.config import Config, resolve
-from slime.driver.plan.megatron import parse_pipeline_layout, stage_layers
+from slime.config.parallelism import parse_pipeline_layout
+from slime.driver.plan.megatron import stage_layers
 from slime.driver.plan.plan import make_plan
 from slime.errors import UserError
 from tests.model_files import add_weights

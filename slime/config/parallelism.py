@@ -14,14 +14,7 @@ from slime.config.batch import model_replica_size, num_trainers
 from slime.config.config import Config
 from slime.config.fields import flag_name
 from slime.config.flags.megatron import HOOKS, RECOMPUTED_MODULES
-
-_FSDP_BUILDS = {
-    "custom_model_provider_path": "transformers builds the model from its folder: put the code into the "
-    "folder and give --trust-remote-code, or train with --train-backend megatron",
-}
-_MEGATRON_HOOK_REASON = (
-    "it is called inside Megatron, and the trainer is FSDP: drop the flag, or give --train-backend megatron"
-)
+from slime.errors import UserError
 
 
 def uses_megatron(config: Config) -> bool:
@@ -32,7 +25,7 @@ def uses_megatron(config: Config) -> bool:
 def virtual_stages(config: Config, num_layers: int) -> int:
     """Return the number of stages per pipeline rank; more than one if they are interleaved."""
     if config.pipeline_model_parallel_layout is not None:
-        return count_layout_stages(config.pipeline_model_parallel_layout) // config.pipeline_model_parallel_size
+        return len(parse_pipeline_layout(config.pipeline_model_parallel_layout)) // config.pipeline_model_parallel_size
     if config.num_virtual_stages_per_pipeline_rank is not None:
         return config.num_virtual_stages_per_pipeline_rank
     per_stage = config.num_layers_per_virtual_pipeline_stage
@@ -41,9 +34,18 @@ def virtual_stages(config: Config, num_layers: int) -> int:
     return num_layers // config.pipeline_model_parallel_size // per_stage
 
 
-def count_layout_stages(text: str) -> int:
-    """Count the stages of a written layout: `Et*3|(tt|)*2tL` has three bars between four stages."""
-    return re.sub(r"\(([^)]+)\)\*(\d+)", lambda found: found[1] * int(found[2]), text).count("|") + 1
+def parse_pipeline_layout(text: str) -> list[int]:
+    """Count the decoder layers of each stage of a layout in Megatron's notation, such as `Et*3|(tt|)*2tL`."""
+    plain = text.replace(" ", "").replace(",", "")
+    while (found := re.sub(r"\(([^()]*)\)\*(\d+)", lambda group: group[1] * int(group[2]), plain)) != plain:
+        plain = found
+    plain = re.sub(r"([A-Za-z])\*(\d+)", lambda one: one[1] * int(one[2]), plain)
+    if re.search(r"[^EtmL|]", plain):
+        raise UserError(
+            f"--pipeline-model-parallel-layout {text} is not written as Megatron reads it: E, t and L for embedding, "
+            "layer and loss, | between stages, t*3 and (tt|)*2 for repetitions"
+        )
+    return [stage.count("t") for stage in plain.split("|")]
 
 
 def expert_tensor_size(config: Config) -> int:
@@ -72,19 +74,25 @@ def layout_contradictions(config: Config) -> Iterator[str]:
         return
     for name in HOOKS:
         if getattr(config, name) is not None:
-            yield f"{flag_name(name)} is not supported: {_FSDP_BUILDS.get(name, _MEGATRON_HOOK_REASON)}"
+            why = (
+                "it is called inside Megatron, and the trainer is FSDP: drop the flag, or give --train-backend megatron"
+            )
+            if name == "custom_model_provider_path":
+                why = (
+                    "transformers builds the model from its folder: put the code into the folder and give "
+                    "--trust-remote-code, or train with --train-backend megatron"
+                )
+            yield f"{flag_name(name)} is not supported: {why}"
     trainers, sharing = num_trainers(config), model_replica_size(config)
     if trainers % sharing:
         yield (
             f"--fsdp-shard-size {sharing} does not divide {_trainers_text(config)}: each copy of the model needs the "
-            "same "
-            "number of processes"
+            "same number of processes"
         )
     if trainers % config.context_parallel_size:
         yield (
             f"--context-parallel-size {config.context_parallel_size} does not divide {_trainers_text(config)}: that "
-            "many "
-            "processes share each sequence"
+            "many processes share each sequence"
         )
 
 
@@ -102,8 +110,7 @@ def _processes(config: Config) -> Iterator[str]:
         yield (
             f"--tensor-model-parallel-size {tensor} x --pipeline-model-parallel-size {pipeline} x "
             f"--context-parallel-size {context} = {tensor * pipeline * context}, which does not divide "
-            f"{_trainers_text(config)}: "
-            "every copy of the model needs that many"
+            f"{_trainers_text(config)}: every copy of the model needs that many"
         )
     expert, expert_tensor = config.expert_model_parallel_size, expert_tensor_size(config)
     if trainers % (expert_tensor * expert * pipeline):
@@ -143,9 +150,10 @@ def _pipeline(config: Config) -> Iterator[str]:
     if uneven and size == 1:
         yield f"{uneven[0]} applies to the stages of a pipeline: add --pipeline-model-parallel-size, or drop it"
     written = config.pipeline_model_parallel_layout
-    if written is not None and count_layout_stages(written) % size:
+    stages = 0 if written is None else len(parse_pipeline_layout(written))
+    if stages % size:
         yield (
-            f"--pipeline-model-parallel-layout {written} has {count_layout_stages(written)} stages, which "
+            f"--pipeline-model-parallel-layout {written} has {stages} stages, which "
             f"--pipeline-model-parallel-size {size} does not divide"
         )
     if written is not None and (uneven or ways):

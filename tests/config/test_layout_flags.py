@@ -11,6 +11,7 @@ from slime.config import Config, parse_flags, resolve
 from slime.config.batch import data_parallel_size
 from slime.config.fields import flag_name
 from slime.config.flags.megatron import HOOKS
+from slime.config.parallelism import virtual_stages
 from slime.config.plugins.view import upstream_view
 from slime.errors import UserError
 
@@ -134,3 +135,11 @@ def test_carried_entry_of_a_saved_config_sets_the_field_of_its_name(tmp_path: Pa
     file.write_text("carried: {tensor_model_parallel_size: 2, swiglu: true, transformer_impl: null}\n")
     config = parse_flags(["--config", str(file)])
     assert (config.tensor_model_parallel_size, config.transformer_impl, config.carried) == (2, None, {"swiglu": True})
+
+
+def test_nested_repetitions_of_a_written_layout_are_counted(valid: dict[str, Any]) -> None:
+    layout = "E((t|)*2t|)*2tL"  # t | t | t | t | t | t | t
+    config = megatron(valid, **{PP: 7, "actor_num_gpus_per_node": 7, "pipeline_model_parallel_layout": layout})
+    assert virtual_stages(config, num_layers=7) == 1
+    with pytest.raises(UserError, match="has 7 stages, which --pipeline-model-parallel-size 2 does not divide"):
+        megatron(valid, **{PP: 2, "pipeline_model_parallel_layout": layout})

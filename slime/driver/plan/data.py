@@ -6,10 +6,10 @@ function or its supervised loss needs. A bounded part of each file is read; only
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from slime.config import Config
 from slime.config.datasets import (
@@ -34,7 +34,6 @@ from slime.data.prompt_rows import USUAL_PROMPT_KEY, PrototypeBuilder, takes_any
 from slime.data.readers import LocatedRow, count_rows, read_first_rows
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.storage.json_types import JsonObject
 
 logger = logging.getLogger(__name__)
 
@@ -43,42 +42,34 @@ _SHOWN_CHARACTERS = 100
 _OUR_ROLLOUTS = (DEFAULT_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class PromptFile:
-    """A file of prompts, and the source of rewards for the responses to them."""
+    """A dataset, how its rows are read, and the source of rewards for the responses to its prompts."""
 
-    name: str | None
-    """The name of an evaluation dataset; None: these prompts are trained on."""
-    path: str
+    dataset: TrainDataset | EvalDataset
     builder: PrototypeBuilder
-    label_flag: str
-    rm_type: str | None
     by_function: bool
-    """A reward function of the user gives the rewards: its inputs are not checked."""
-    by_plugin: bool
-    """A generate function or hook may set rewards and labels itself."""
-    supervised: bool = False
-    templated: bool = False
-    """Conversations become texts when they are read."""
-    rewardless: bool = False
+    """A function of the user gives the rewards, or may set rewards and labels: a row's label is not checked."""
+    rewardless: bool
     """Responses need no reward."""
-    taught: bool = False
-    """A teacher's log-probs are trained on, with or without a reward (on-policy distillation)."""
-    metadata: JsonObject = dataclasses.field(default_factory=dict)
-    """Entries that override those of the rows."""
-    is_key_chosen: bool = False
-    """No flag names the column of the prompts, and it is not the usual one."""
     share: str = ""
     """The share of the prompts, as text, when there are several datasets."""
+
+    @property
+    def is_key_chosen(self) -> bool:
+        """No flag names the column of the prompts, and it is not the usual one."""
+        return self.dataset.input_key is None and self.builder.input_key != USUAL_PROMPT_KEY
 
 
 def check_data(config: Config, *, reward_given: bool) -> None:
     """Raise a `UserError` for the first of the checked rows that the run could not use."""
     for file in _iter_prompt_files(config, reward_given):
         if file.is_key_chosen:
-            logger.warning("%s: prompts are read from %r (no --input-key is given)", file.path, file.builder.input_key)
-        for located in read_first_rows(file.path, columns=file.builder.columns):
-            _check_row(file, located, file.builder.build(located))
+            logger.warning(
+                "%s: prompts are read from %r (no --input-key is given)", file.dataset.path, file.builder.input_key
+            )
+        for located in read_first_rows(file.dataset.path, columns=file.builder.columns):
+            _check_row(config, file, located, file.builder.build(located))
 
 
 def data_rows(config: Config) -> tuple[tuple[str, str], ...]:
@@ -86,15 +77,15 @@ def data_rows(config: Config) -> tuple[tuple[str, str], ...]:
     rows: list[tuple[str, str]] = []
     total = 0
     for file in _iter_prompt_files(config, reward_given=True):
-        count = count_rows(file.path)
-        if file.name is not None:
-            rows.append((f"eval {file.name}", f"{count} in {file.path}"))
+        path, count = file.dataset.path, count_rows(file.dataset.path)
+        if isinstance(file.dataset, EvalDataset):
+            rows.append((f"eval {file.dataset.name}", f"{count} in {path}"))
             continue
         total += count
         column = f" (column {file.builder.input_key})" if file.is_key_chosen else ""
-        rows.append(("prompts", f"{count} in {file.path}{column}, {file.share or _epoch_text(config, count)}"))
-        first = file.builder.build(read_first_rows(file.path, columns=file.builder.columns, most_rows=1)[0])
-        rows.append(("first prompt", _shorten_json(_prompt_text(config, first, file.templated))))
+        rows.append(("prompts", f"{count} in {path}{column}, {file.share or _epoch_text(config, count)}"))
+        first = file.builder.build(read_first_rows(path, columns=file.builder.columns, most_rows=1)[0])
+        rows.append(("first prompt", _shorten_json(_prompt_text(config, first, file.dataset.apply_chat_template))))
         rows.append(("its label", "none" if first.label is None else _shorten_json(first.label)))
     if total and config.prompt_config is not None:
         rows.insert(0, ("all prompts", f"{total}, {_epoch_text(config, total)}"))
@@ -118,58 +109,24 @@ def training_prompts(config: Config) -> int | None:
 
 
 def _iter_prompt_files(config: Config, reward_given: bool) -> Iterator[PromptFile]:
-    by_plugin = bool(config.custom_generate_function_path or config.rollout_sample_hook_path)
-    by_function = reward_given or config.custom_rm_path is not None
     if reads_prompts(config):
         if config.prompt_data is not None:
-            whole = TrainDataset("", config.prompt_data, **prompt_reading_values(config))
-            yield _train_file(config, whole, by_function, by_plugin)
+            yield _prompt_file(
+                config, TrainDataset("", config.prompt_data, **prompt_reading_values(config)), reward_given
+            )
         mixed = train_datasets(config)
         for one in mixed:
             share = f"{one.weight / sum(other.weight for other in mixed):.0%} of all as {one.name}"
-            yield dataclasses.replace(_train_file(config, one, by_function, by_plugin), share=share)
-    if config.debug_train_only or config.eval_function_path != DEFAULT_ROLLOUT_FUNCTION:
-        return
-    for dataset in eval_datasets(config):
-        own = dataset.rm_type is not None or dataset.custom_rm_path is not None
-        builder = _builder(config, dataset)
-        yield PromptFile(
-            dataset.name,
-            dataset.path,
-            builder,
-            "--eval-label-key",
-            config.rm_type,
-            dataset.custom_rm_path is not None or (by_function and not own),
-            by_plugin or dataset.custom_generate_function_path is not None,
-            rewardless=config.use_opd and config.rm_type is None and not own,
-            taught=config.use_opd,
-            metadata=_metadata(dataset),
-            is_key_chosen=dataset.input_key is None and builder.input_key != USUAL_PROMPT_KEY,
-        )
+            yield _prompt_file(config, one, reward_given, share)
+    if not config.debug_train_only and config.eval_function_path == DEFAULT_ROLLOUT_FUNCTION:
+        for dataset in eval_datasets(config):
+            yield _prompt_file(config, dataset, reward_given)
 
 
-def _train_file(config: Config, dataset: TrainDataset, by_function: bool, by_plugin: bool) -> PromptFile:
-    own = dataset.rm_type is not None or dataset.custom_rm_path is not None
-    by_plugin = by_plugin or dataset.custom_generate_function_path is not None
-    builder = _builder(config, dataset)
-    return PromptFile(
-        None,
-        dataset.path,
-        builder,
-        "--label-key",
-        config.rm_type,
-        dataset.custom_rm_path is not None or (by_function and not own),
-        by_plugin or config.rollout_function_path not in _OUR_ROLLOUTS,
-        supervised=config.rollout_function_path == SFT_ROLLOUT_FUNCTION,
-        templated=dataset.apply_chat_template,
-        rewardless=(config.use_opd and config.rm_type is None and not own) or config.num_rollout == 0,
-        taught=config.use_opd,
-        metadata=_metadata(dataset),
-        is_key_chosen=dataset.input_key is None and builder.input_key != USUAL_PROMPT_KEY,
-    )
-
-
-def _builder(config: Config, dataset: TrainDataset | EvalDataset) -> PrototypeBuilder:
+def _prompt_file(
+    config: Config, dataset: TrainDataset | EvalDataset, reward_given: bool, share: str = ""
+) -> PromptFile:
+    trains = isinstance(dataset, TrainDataset)
     builder = PrototypeBuilder(
         None,
         dataset.input_key,
@@ -180,24 +137,36 @@ def _builder(config: Config, dataset: TrainDataset | EvalDataset) -> PrototypeBu
         prompt_suffix=dataset.prompt_suffix,
         any_prompt=bool(
             dataset.custom_generate_function_path
-            or (takes_any_prompt(config) if isinstance(dataset, TrainDataset) else config.custom_generate_function_path)
+            or (takes_any_prompt(config) if trains else config.custom_generate_function_path)
         ),
     )
-    return builder.with_prompt_key(read_first_rows(dataset.path, columns=builder.columns, most_rows=1)[0])
+    names_reward = dataset.rm_type is not None or dataset.custom_rm_path is not None
+    by_function = (
+        dataset.custom_rm_path is not None
+        or ((reward_given or config.custom_rm_path is not None) and not names_reward)
+        or bool(config.custom_generate_function_path or config.rollout_sample_hook_path)
+        or dataset.custom_generate_function_path is not None
+        or (trains and config.rollout_function_path not in _OUR_ROLLOUTS)
+    )
+    taught_alone = config.use_opd and config.rm_type is None and not names_reward
+    return PromptFile(
+        dataset,
+        builder.with_prompt_key(read_first_rows(dataset.path, columns=builder.columns, most_rows=1)[0]),
+        by_function,
+        rewardless=taught_alone or (trains and config.num_rollout == 0),
+        share=share,
+    )
 
 
-def _metadata(dataset: TrainDataset | EvalDataset) -> JsonObject:
-    typed = {} if dataset.rm_type is None else {"rm_type": dataset.rm_type}
-    return {**typed, **dataset.metadata_overrides}
-
-
-def _check_row(file: PromptFile, located: LocatedRow, sample: Sample) -> None:
+def _check_row(config: Config, file: PromptFile, located: LocatedRow, sample: Sample) -> None:
     """Raise a `UserError` unless the row has what its reward function or its supervised loss needs.
 
     Supervised training needs a label, or an assistant's turn in the conversation.
     """
-    if file.supervised:
-        turns = sample.prompt if isinstance(sample.prompt, list) and not file.templated else []
+    dataset = file.dataset
+    trains = isinstance(dataset, TrainDataset)
+    if trains and config.rollout_function_path == SFT_ROLLOUT_FUNCTION:
+        turns = sample.prompt if isinstance(sample.prompt, list) and not dataset.apply_chat_template else []
         if any(turn["role"] == "assistant" for turn in turns) or sample.label not in (None, ""):
             return
         raise UserError(
@@ -205,9 +174,11 @@ def _check_row(file: PromptFile, located: LocatedRow, sample: Sample) -> None:
             f"with an assistant turn, without --apply-chat-template (it has {sorted(located.row)})"
             f"{_likely_label(located, '--label-key')}"
         )
-    if file.by_function or file.by_plugin:
+    if file.by_function:
         return
-    rm_type = str({**sample.metadata, **file.metadata}.get("rm_type") or file.rm_type or "").strip()
+    typed = {} if dataset.rm_type is None else {"rm_type": dataset.rm_type}
+    metadata = {**sample.metadata, **typed, **dataset.metadata_overrides}
+    rm_type = str(metadata.get("rm_type") or config.rm_type or "").strip()
     if not rm_type:
         if file.rewardless:
             return
@@ -218,17 +189,18 @@ def _check_row(file: PromptFile, located: LocatedRow, sample: Sample) -> None:
     complaint = known_rm_type(rm_type)
     if complaint is not None:
         raise UserError(f"{located.where}: rm_type {rm_type!r} in its metadata {complaint}")
-    if sample.label is not None or not compares_with_label(rm_type, {**sample.metadata, **file.metadata}):
+    if sample.label is not None or not compares_with_label(rm_type, metadata):
         return
-    if file.builder.label_key is None and file.taught:
+    if file.builder.label_key is None and config.use_opd:
         return  # the plan has a note about it
     if file.builder.label_key is not None:
         raise UserError(
             f"{located.where}: {file.builder.label_key!r} is null, but --rm-type {rm_type} compares with it: fill it in"
         )
+    label_flag = "--label-key" if trains else "--eval-label-key"
     raise UserError(
-        f"--rm-type {rm_type} compares with a label: name its column with {file.label_flag} "
-        f"({located.where} has {sorted(located.row)}){_likely_label(located, file.label_flag)}"
+        f"--rm-type {rm_type} compares with a label: name its column with {label_flag} "
+        f"({located.where} has {sorted(located.row)}){_likely_label(located, label_flag)}"
     )
 
 

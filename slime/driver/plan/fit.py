@@ -6,11 +6,11 @@ Invariant: a remedy is named only together with the estimate of the run that use
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 
 from slime.config import Config
 from slime.config.parallelism import uses_megatron
-from slime.driver.plan.memory import MemoryEstimate, longest_sample, tokens_per_forward
+from slime.driver.plan.memory import ProcessPlan, longest_sample, tokens_per_forward
 from slime.storage.json_types import JsonObject
 
 _LEAST_TOKENS = 1024
@@ -21,50 +21,45 @@ _MOST_GPUS_PER_ENGINE = 64
 _GIB = 2**30
 
 
-@dataclasses.dataclass(frozen=True)
 class MemoryDemand:
-    """Memory that a run needs: by the name of its processes, their number and the estimate of each."""
+    """Memory that the processes of a run need."""
 
-    processes: Mapping[str, tuple[int, MemoryEstimate]]
-
-    def needed(self, config: Config, device: str) -> int:
-        """Return the bytes of the GPU that needs the most, or on a CPU those of all processes together."""
+    def __init__(self, config: Config, processes: Sequence[ProcessPlan], device: str) -> None:
+        found = [(one.count, one.memory) for one in processes if one.memory is not None]
+        shares_gpus = config.colocate and not config.offload_rollout
+        sizes = [memory.total for _, memory in found]
+        self.needed = sum(sizes) if shares_gpus else max(sizes, default=0)
+        """Bytes of the GPU that needs the most, or on a CPU those of all processes together."""
         if device != "cuda":
-            return sum(count * memory.total for count, memory in self.processes.values())
-        sizes = [memory.total for _, memory in self.processes.values()]
-        return sum(sizes) if config.colocate and not config.offload_rollout else max(sizes, default=0)
-
-    @property
-    def engines_lack(self) -> int:
+            self.needed = sum(count * memory.total for count, memory in found)
+        self.engines_lack = max((memory.lacks for _, memory in found), default=0)
         """Bytes by which an engine's share of its GPU is too small."""
-        return max((memory.lacks for _, memory in self.processes.values()), default=0)
-
-    def on_host(self) -> int:
-        """Return the bytes of host memory of each trainer."""
-        return max((sum(memory.on_host.values()) for _, memory in self.processes.values()), default=0)
-
-
-Estimate = Callable[[Config], MemoryDemand]
+        self.on_host = max((sum(memory.on_host.values()) for _, memory in found), default=0)
+        """Bytes of host memory of each trainer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryBudget:
-    """The available memory, and the function that estimates a run."""
+    """The available memory, and the function that plans the processes of a run."""
 
-    estimate: Estimate
+    processes_of: Callable[[Config], Sequence[ProcessPlan]]
     available: int
     device: str
 
+    def demand(self, config: Config) -> MemoryDemand:
+        """Estimate the memory of a run."""
+        return MemoryDemand(config, self.processes_of(config), self.device)
+
     def lacking(self, config: Config) -> int:
         """Return the bytes that are missing for a run; 0 if it fits."""
-        taken = self.estimate(config)
-        return max(0, taken.needed(config, self.device) - self.available, taken.engines_lack)
+        taken = self.demand(config)
+        return max(0, taken.needed - self.available, taken.engines_lack)
 
     def in_words(self, config: Config) -> str:
         """Format the memory that a run needs, as the end of a sentence."""
-        taken = self.estimate(config)
-        host = f" and {format_gib(taken.on_host())} of the host's memory for each trainer" if taken.on_host() else ""
-        return f"it is {format_gib(taken.needed(config, self.device))}{host}"
+        taken = self.demand(config)
+        host = f" and {format_gib(taken.on_host)} of the host's memory for each trainer" if taken.on_host else ""
+        return f"it is {format_gib(taken.needed)}{host}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,16 +74,15 @@ def fit_notes(config: Config, room: MemoryBudget) -> list[str]:
     """Return a sentence for a run that does not fit, with a remedy; nothing for a run that fits."""
     if not room.lacking(config):
         return []
-    taken = room.estimate(config)
-    needed = taken.needed(config, room.device)
-    remedy = _describe_remedy(config, room)
-    if needed > room.available:
+    taken, remedy = room.demand(config), _describe_remedy(config, room)
+    if taken.needed > room.available:
         unit = "each GPU" if room.device == "cuda" else "all processes"
+        more = format_gib(taken.needed - room.available)
         return [
-            f"the estimate of {format_gib(needed)} for {unit} is {format_gib(needed - room.available)} more than the "
+            f"the estimate of {format_gib(taken.needed)} for {unit} is {more} more than the "
             f"{format_gib(room.available)} there are: {remedy}"
         ]
-    share = next((name for name in ("sglang_mem_fraction_static",) if name in config.carried), "engine_mem_fraction")
+    share = "sglang_mem_fraction_static" if "sglang_mem_fraction_static" in config.carried else "engine_mem_fraction"
     value = config.carried.get(share, config.engine_mem_fraction)
     return [
         f"an engine lacks {format_gib(taken.engines_lack)} for its weights and one sample of {longest_sample(config)} "

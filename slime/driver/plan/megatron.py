@@ -14,26 +14,18 @@ processes that see other samples.
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from slime.cluster.devices import resolve_dtype
 from slime.config import Config
 from slime.config.algorithm import has_critic, needs_reference
-from slime.config.async_mode import max_versions_behind
 from slime.config.batch import data_parallel_size, num_trainers
 from slime.config.critic import critic_flags
 from slime.config.initial_weights import find_initial_weights, find_reference_weights
 from slime.config.model_folder import read_model_config
-from slime.config.parallelism import expert_tensor_size, uses_megatron, virtual_stages
-from slime.driver.plan.memory import (
-    CHUNK_LOGITS,
-    MemoryEstimate,
-    response_tokens,
-    tokens_per_forward,
-    trainer_memory,
-)
+from slime.config.parallelism import expert_tensor_size, parse_pipeline_layout, uses_megatron, virtual_stages
+from slime.driver.plan.memory import MemoryEstimate, logit_bytes, other_models, tokens_per_forward, trainer_memory
 from slime.errors import UserError
 from slime.models.shape import BYTES_PER_ELEMENT, ModelShape, layer_bytes, layer_input_bytes, root_bytes
 from slime.storage.json_types import JsonMapping, JsonObject
@@ -203,20 +195,6 @@ def stage_layers(config: Config, num_layers: int) -> list[int]:
     return layers
 
 
-def parse_pipeline_layout(text: str) -> list[int]:
-    """Count the decoder layers of each stage of a layout in Megatron's notation, such as `Et*3|(tt|)*2tL`."""
-    plain = text.replace(" ", "").replace(",", "")
-    while (found := re.sub(r"\(([^()]*)\)\*(\d+)", lambda group: group[1] * int(group[2]), plain)) != plain:
-        plain = found
-    plain = re.sub(r"([A-Za-z])\*(\d+)", lambda one: one[1] * int(one[2]), plain)
-    if re.search(r"[^EtmL|]", plain):
-        raise UserError(
-            f"--pipeline-model-parallel-layout {text} is not written as Megatron reads it: E, t and L for embedding, "
-            "layer and loss, | between stages, t*3 and (tt|)*2 for repetitions"
-        )
-    return [stage.count("t") for stage in plain.split("|")]
-
-
 def layout_rows(config: Config, fields: Fields) -> list[tuple[str, str]]:
     """Return the rows of the plan that describe how the trainers shard the model."""
     tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
@@ -339,11 +317,6 @@ class _Step:
         inputs = layer_input_bytes(shape, dtype=dtype) or 0
         shared_inputs = tensor if cut or config.distribute_saved_activations else 1
         vocab = -(-(shape.vocab_size or 0) // tensor)
-        rows = config.log_probs_chunk_size
-        if rows <= 0:
-            rows = CHUNK_LOGITS["cuda" if on_gpu else "cpu"] // (vocab or 1)
-        if config.loss_type == "custom_loss":
-            rows = tokens * config.context_parallel_size
         return cls(
             shape=shape,
             fields=fields,
@@ -352,7 +325,7 @@ class _Step:
             layer=tokens * share,
             inputs=-(-tokens * inputs // shared_inputs),
             root=tokens * (root_bytes(shape, dtype=dtype) or 0),
-            chunk=4 * min(rows, response_tokens(config) * config.context_parallel_size) * vocab,
+            chunk=logit_bytes(config, device, vocab, sharers=config.context_parallel_size),
         )
 
     def parts(self, config: Config, rank: int, device: str) -> dict[str, int]:
@@ -370,15 +343,7 @@ class _Step:
         parts = {"weights": frozen, "gradients": _MASTER * weights.total, "optimizer": state}
         if has_critic(config):
             parts["critic"] = frozen + _MASTER * weights.total + state
-        if needs_reference(config):
-            parts["reference"] = frozen
-            if config.ref_update_decay:
-                parts["average of the reference"] = _MASTER * weights.total
-        if config.keep_old_actor:
-            behind = max_versions_behind(config)
-            parts["old policy"] = frozen * (1 + (behind + 1 if behind and device != "cuda" else 0))
-        if config.use_opd and config.opd_type == "trainer":
-            parts["teacher (if it is as large)"] = frozen
+        parts |= other_models(config, device, frozen=frozen, average=_MASTER * weights.total, version=frozen)
         num_layers, is_last = self.fields["num_layers"], rank == config.pipeline_model_parallel_size - 1
         layers, virtual = stage_layers(config, num_layers)[rank], virtual_stages(config, num_layers)
         kept, recomputed = layers * self.layer, 0  # bytes of one micro-batch in all layers, bytes recomputed at once
@@ -389,21 +354,17 @@ class _Step:
                 kept, recomputed = full * self.inputs + (layers - full) * self.layer, self.layer
             else:
                 kept, recomputed = -(-layers // number) * self.inputs, min(number, layers) * self.layer
-        flight = self._in_flight(config, rank, virtual)
-        parts["activations"] = int(kept * flight) + recomputed + (self.root if is_last else 0)
+        in_flight = 1.0  # micro-batches whose activations exist at once; one in a single virtual stage is a fraction
+        pipeline = config.pipeline_model_parallel_size
+        if pipeline > 1:
+            own = config.global_batch_size // data_parallel_size(config)
+            own = max(1, own if config.use_dynamic_batch_size else own // (config.micro_batch_size or 1))
+            in_flight = float(min(pipeline - rank, own))
+            if virtual > 1:
+                group = config.microbatch_group_size_per_virtual_pipeline_stage or pipeline
+                warmup = 2 * (pipeline - rank - 1) + (virtual - 1) * group
+                in_flight = min(warmup + 1, own * virtual) / virtual
+        parts["activations"] = int(kept * in_flight) + recomputed + (self.root if is_last else 0)
         if is_last:
             parts["logits"] = 3 * self.chunk
         return parts
-
-    def _in_flight(self, config: Config, rank: int, virtual: int) -> float:
-        """Count the micro-batches whose activations exist at once; one in a single virtual stage is a fraction."""
-        pipeline = config.pipeline_model_parallel_size
-        if pipeline == 1:
-            return 1.0
-        own = config.global_batch_size // data_parallel_size(config)
-        own = max(1, own if config.use_dynamic_batch_size else own // (config.micro_batch_size or 1))
-        if virtual == 1:
-            return float(min(pipeline - rank, own))
-        group = config.microbatch_group_size_per_virtual_pipeline_stage or pipeline
-        warmup = 2 * (pipeline - rank - 1) + (virtual - 1) * group
-        return min(warmup + 1, own * virtual) / virtual

@@ -50,6 +50,16 @@ class MemoryEstimate:
         return sum(self.parts.values())
 
 
+@dataclasses.dataclass(frozen=True)
+class ProcessPlan:
+    """Processes of one kind."""
+
+    name: str
+    count: int
+    where: str
+    memory: MemoryEstimate | None
+
+
 def trainer_memory(config: Config, shape: ModelShape, *, device: str, trainers: int) -> MemoryEstimate:
     """Estimate one training process at the peak of an optimizer step, except the first of the run."""
     step = _Step.of(config, shape, device=device, trainers=trainers)
@@ -90,18 +100,41 @@ def _resident_bytes(config: Config, step: _Step, device: str) -> dict[str, int]:
         parts["critic"] = _MASTER * step.shard(step.trained) + (0 if step.trains_all else frozen)
         updated *= 2
     parts["Adam moments"] = moments * updated
+    # with LoRA a version of the old policy is an adapter
+    version = frozen if step.trains_all else _MASTER * step.shard(step.trained)
+    return parts | other_models(
+        config, device, frozen=frozen, average=_MASTER * step.shard(step.total), version=version
+    )
+
+
+def other_models(config: Config, device: str, *, frozen: int, average: int, version: int) -> dict[str, int]:
+    """Return the bytes of the models that a rank holds next to policy and critic.
+
+    `frozen` are those of a frozen model, `average` of the moving average of the reference, `version` of one version of
+    the old policy.
+    """
+    parts: dict[str, int] = {}
     if needs_reference(config) and not reference_is_base(config):
         parts["reference"] = frozen
         if config.ref_update_decay:
-            parts["average of the reference"] = _MASTER * step.shard(step.total)
+            parts["average of the reference"] = average
     if config.keep_old_actor:
         behind = max_versions_behind(config)
         on_host = behind + 1 if behind and device != "cuda" else 0  # older versions are kept in host memory
-        one = frozen if step.trains_all else _MASTER * step.shard(step.trained)  # with LoRA a version is an adapter
-        parts["old policy"] = one * (1 + on_host)
+        parts["old policy"] = version * (1 + on_host)
     if config.use_opd and config.opd_type == "trainer":
         parts["teacher (if it is as large)"] = frozen
     return parts
+
+
+def logit_bytes(config: Config, device: str, vocab: int, *, sharers: int = 1) -> int:
+    """Return the bytes of the logits that exist at once, for forward passes of `sharers` times the usual tokens."""
+    rows = config.log_probs_chunk_size
+    if rows <= 0:
+        rows = CHUNK_LOGITS[device] // (vocab or 1)
+    if config.loss_type == "custom_loss":
+        rows = tokens_per_forward(config) * sharers
+    return 4 * min(rows, response_tokens(config) * sharers) * vocab
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,12 +186,7 @@ class _Step:
         layer = tokens * ((kept or 0) + low)
         inputs = tokens * (layer_input_bytes(shape, dtype=dtype) or 0)
         again = config.recompute_activations
-        rows = config.log_probs_chunk_size
         vocab = shape.vocab_size or 0
-        if rows <= 0:
-            rows = CHUNK_LOGITS["cuda" if on_gpu else "cpu"] // (vocab or 1)
-        if config.loss_type == "custom_loss":
-            rows = tokens
         gradients = BYTES_PER_ELEMENT[dtype] * response_tokens(config) * vocab
         most = KEPT_BYTES if config.log_probs_keep_gib is None else int(config.log_probs_keep_gib * 2**30)
         at_once = trainers // config.context_parallel_size * config.micro_batch_size
@@ -178,7 +206,7 @@ class _Step:
             tied=shape.tied_embeddings,
             kept=layers * (inputs if again else layer) + tokens * (root_bytes(shape, dtype=dtype) or 0),
             again=layer if again else 0,
-            chunk=4 * min(rows, response_tokens(config)) * vocab,
+            chunk=logit_bytes(config, device, vocab),
             logit_gradients=gradients if on_gpu and gradients <= most and config.loss_type != "custom_loss" else 0,
         )
 

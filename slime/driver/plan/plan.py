@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from slime.algorithms.estimators import estimator_names
@@ -34,10 +34,10 @@ from slime.config.model_folder import read_model_config
 from slime.config.parallelism import uses_megatron
 from slime.config.parser import custom_file_flags, misspelled_custom_file_keys
 from slime.driver.plan.data import check_data, data_rows
-from slime.driver.plan.fit import MemoryBudget, MemoryDemand, fit_notes, format_gib
+from slime.driver.plan.fit import MemoryBudget, fit_notes, format_gib
 from slime.driver.plan.megatron import check_layout, estimate_trainer, family_fields, layout_rows
 from slime.driver.plan.memory import (
-    MemoryEstimate,
+    ProcessPlan,
     available_memory,
     engine_memory,
     longest_sample,
@@ -56,16 +56,6 @@ from slime.weights.transport import choose_transport
 _SERVICE_TIMEOUT_S = 10.0
 _SYNCED = {"merged": "the merged weights", "adapter": "the adapter alone"}
 _OWN_PACKAGE = Path(__file__).resolve().parents[2]
-
-
-@dataclasses.dataclass(frozen=True)
-class ProcessPlan:
-    """Processes of one kind."""
-
-    name: str
-    count: int
-    where: str
-    memory: MemoryEstimate | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +111,7 @@ def make_plan(
     check_one_machine(config, device, nodes)
     for_engines = 0 if not engines or config.rollout_external_engine_addrs else config.rollout_num_gpus
     on_nodes = plan_nodes(config, device, nodes, trainers=trainers, rollout=for_engines)
-    gpus_needed = _check_gpus(config, device, gpu_count, trainers, engines)
+    gpus_needed = _check_gpus(config, device, gpu_count, trainers, for_engines)
     shape = ModelShape.from_folder(config.hf_checkpoint)
     layout = _check_layout(config, device) if trainers else ()
     transport, transport_reason = ("none", "nothing is trained" if engines else "there is no engine")
@@ -129,25 +119,26 @@ def make_plan(
         transport, transport_reason = choose_transport(
             config, device, "sglang" if backend == SGLANG_SERVER else "embedded", nodes=on_nodes.elsewhere
         )
-    available = _find_available_memory(config, device)
+
+    if config.plan_cluster is None:
+        available = nvidia_gpu_memory() if device == "cuda" else available_memory()
+    else:
+        available = PlannedCluster.parse(config.plan_cluster).gpu_memory
+
+    def processes_of(changed: Config) -> tuple[ProcessPlan, ...]:
+        now = num_trainers(changed) if trainers else 0
+        return _processes(changed, shape, device, now, engines, available, backend)
+
+    processes, steps = processes_of(config), optimizer_steps(config)
     training, rollout = precisions(config, device, shape.num_parameters)
-    precision = training if training == rollout else f"{training}, engines {rollout}"
-    processes = _processes(config, shape, device, trainers, engines, available, backend)
-    room = _memory_budget(shape, device, trainers > 0, engines, available, backend)
-    steps = optimizer_steps(config)
     data = data_rows(config) if config.dry_run else ()
+    placed = [(process.name, f"{process.count} on {process.where}") for process in processes]
+    placed += [("rollout backend", f"{backend} ({backend_reason})")]
+    placed += [("weight transport", f"{transport} ({transport_reason})")]
+    precision = training if training == rollout else f"{training}, engines {rollout}"
     sections = (
         ("Model", (*_model_rows(config, shape), ("precision", precision))),
-        (
-            "Processes",
-            (
-                *layout,
-                *((process.name, f"{process.count} on {process.where}") for process in processes),
-                ("rollout backend", f"{backend} ({backend_reason})"),
-                ("weight transport", f"{transport} ({transport_reason})"),
-                *on_nodes.rows,
-            ),
-        ),
+        ("Processes", (*layout, *placed, *on_nodes.rows)),
         *((("Data", data),) if data else ()),
         ("Batches", batch_rows(config, trainers)),
         ("Length", length_rows(config, steps, generates=needs_engines(config))),
@@ -155,20 +146,14 @@ def make_plan(
         ("Files", _file_rows(config)),
     )
     dtypes = (("--dtype", config.dtype), ("--rollout-dtype", config.rollout_dtype))
-    notes = (
-        [note for flag, dtype in dtypes if (note := slow_dtype_note(flag, dtype, device)) is not None]
-        + _config_notes(config, backend)
-        + flags_unused_by_layers(config, device)
-        + ([] if room is None else fit_notes(config, room))
-    )
-    lacks = None if room is None else room.lacking(config)
+    notes = [note for flag, dtype in dtypes if (note := slow_dtype_note(flag, dtype, device)) is not None]
+    notes += [*_config_notes(config, backend), *flags_unused_by_layers(config, device)]
+    lacks: int | None = None
+    if available is not None:
+        room = MemoryBudget(processes_of, available, device)
+        notes += fit_notes(config, room)
+        lacks = room.lacking(config)
     return Plan(device, gpus_needed, processes, backend, transport, steps, lacks, sections, tuple(notes))
-
-
-def _find_available_memory(config: Config, device: str) -> int | None:
-    if config.plan_cluster is not None:
-        return PlannedCluster.parse(config.plan_cluster).gpu_memory
-    return nvidia_gpu_memory() if device == "cuda" else available_memory()
 
 
 def choose_rollout_backend(config: Config, device: str) -> tuple[str, str]:
@@ -210,7 +195,7 @@ def precisions(config: Config, device: str, parameters: int | None) -> tuple[str
     return training, engines
 
 
-def _check_gpus(config: Config, device: str, gpu_count: int, trainers: int, engines: int) -> int:
+def _check_gpus(config: Config, device: str, gpu_count: int, trainers: int, rollout: int) -> int:
     """Return the number of GPUs that the run needs; raise a `UserError` if there are fewer."""
     if device != "cuda":
         return 0
@@ -222,7 +207,6 @@ def _check_gpus(config: Config, device: str, gpu_count: int, trainers: int, engi
                 f"--actor-num-nodes {nodes} x --actor-num-gpus-per-node {gpus} do not fit on {cluster} "
                 "(--plan-cluster): lower one of them"
             )
-    rollout = config.rollout_num_gpus if engines and not config.rollout_external_engine_addrs else 0
     needed = max(trainers, rollout) if config.colocate else trainers + rollout
     if gpu_count == 0:
         raise UserError("--device cuda, but this machine has no NVIDIA GPU: use --device cpu")
@@ -336,21 +320,6 @@ def _memory_rows(processes: tuple[ProcessPlan, ...], available: int | None, devi
     return tuple(rows)
 
 
-def _memory_budget(
-    shape: ModelShape, device: str, trains: bool, engines: int, available: int | None, backend: str
-) -> MemoryBudget | None:
-    """Make the memory budget that the run and its variants are compared with; None if the memory is unknown."""
-    if available is None:
-        return None
-
-    def estimate(config: Config) -> MemoryDemand:
-        trainers = num_trainers(config) if trains else 0
-        processes = _processes(config, shape, device, trainers, engines, available, backend)
-        return MemoryDemand({one.name: (one.count, one.memory) for one in processes if one.memory is not None})
-
-    return MemoryBudget(estimate, available, device)
-
-
 def _file_rows(config: Config) -> tuple[tuple[str, str], ...]:
     run = Path(config.output_dir)
     rows = [("run folder", f"{run}{os.sep} with config.yaml, metrics.jsonl, journal.sqlite, logs{os.sep}")]
@@ -366,119 +335,106 @@ def _file_rows(config: Config) -> tuple[tuple[str, str], ...]:
     return tuple(rows)
 
 
-def _config_notes(config: Config, backend: str) -> list[str]:
-    notes = [*initial_weight_notes(config), *_custom_file_notes(config), *_idle_notes(config)]
+def _config_notes(config: Config, backend: str) -> Iterator[str]:
+    yield from initial_weight_notes(config)
+    path = config.carried.get("custom_config_path")
+    if path is not None and Path(path).expanduser().is_file():  # a saved config has its values already
+        given = ", ".join(f"{flag} {value}" for flag, value in custom_file_flags(path).items())
+        if given:
+            yield f"--custom-config-path {path} sets {given}, overriding the command line"
+        for key, flag in misspelled_custom_file_keys(path).items():
+            yield f"{key} in {path} is not a flag, so only plugins see it: did you mean {flag}?"
+    sharing, batch = config.context_parallel_size, config.global_batch_size
+    takers = num_trainers(config) // sharing
+    if not config.debug_rollout_only and batch < takers and not uses_megatron(config):
+        kind = "training processes" if sharing == 1 else f"groups of {sharing} training processes"
+        yield (
+            f"--global-batch-size {batch} may leave {takers - batch} of the {takers} {kind} without "
+            "samples in a step: the model is sharded over all of them, without tensor or pipeline parallelism"
+        )
     if config.sandbox == "subprocess":
-        notes.append(
+        yield (
             "--sandbox subprocess isolates nothing: code that a model writes runs with the rights of this user, and "
             "can read and change every file, process, secret and network that this user can"
         )
     if config.plan_cluster is not None:
-        cluster = PlannedCluster.parse(config.plan_cluster)
-        notes.append(f"--plan-cluster: planned for {cluster}, not for this machine")
+        yield f"--plan-cluster: planned for {PlannedCluster.parse(config.plan_cluster)}, not for this machine"
     if (other := Path.cwd() / _OWN_PACKAGE.name).joinpath("__init__.py").is_file() and other.resolve() != _OWN_PACKAGE:
-        notes.append(f"this folder has its own {other.name} ({other}), but the run uses {_OWN_PACKAGE}")
-    if evaluates(config) and not needs_engines(config):
-        why = "--debug-train-only" if config.debug_train_only else "--rollout-num-gpus 0"
-        notes.append(f"{why}: nothing is evaluated, there are no engines")
-    elif evaluates(config) and config.eval_interval is None:
-        flag = "--eval-prompt-data" if config.eval_prompt_data else "--eval-config"
-        notes.append(f"{flag} without --eval-interval: there is no periodic evaluation")
-    elif config.eval_interval is not None and not evaluates(config):
-        notes.append(f"--eval-interval {config.eval_interval} without --eval-prompt-data: there is nothing to evaluate")
+        yield f"this folder has its own {other.name} ({other}), but the run uses {_OWN_PACKAGE}"
+    yield from _evaluation_notes(config)
     if config.async_buffer_size > 1 and config.async_mode != ONE_STEP:
-        notes.append(f"--async-buffer-size {config.async_buffer_size} has no effect: it is for --async-mode one-step")
-    if config.rollout_max_response_len is None and needs_engines(config) and config.loss_type != "sft_loss":
-        limit = f"{DEFAULT_RESPONSE_LEN} tokens, SGLang's default"
-        notes.append(f"no --rollout-max-response-len: responses end after {limit}")
-    notes += _length_notes(config)
-    if config.num_rollout is None and config.num_epoch is None and config.load_debug_rollout_data is None:
-        notes.append("no --num-rollout and no --num-epoch: the run is one pass over the prompts")
+        yield f"--async-buffer-size {config.async_buffer_size} has no effect: it is for --async-mode one-step"
+    yield from _length_notes(config)
     if config.debug_rollout_only and config.num_rollout == 0:
-        notes.append(f"evaluation alone: engines serve {config.hf_checkpoint}, no trainer is started")
+        yield f"evaluation alone: engines serve {config.hf_checkpoint}, no trainer is started"
     elif config.debug_rollout_only:
-        notes.append(f"--debug-rollout-only: engines serve {config.hf_checkpoint} throughout, nothing is trained")
+        yield f"--debug-rollout-only: engines serve {config.hf_checkpoint} throughout, nothing is trained"
     elif config.save is None and config.num_rollout != 0:
-        kept = (
-            f"only the models of --save-hf {config.save_hf} are kept"
-            if config.save_hf
-            else "the trained model is not kept"
-        )
-        notes.append(f"no --save: {kept}, and a run that is stopped starts over; --save DIR --load DIR resumes it")
-    if uses_group_baseline(config) and config.n_samples_per_prompt == 1:
-        unless = ", unless the generate function makes several" if config.custom_generate_function_path else ""
-        notes.append(
-            f"--n-samples-per-prompt 1 with --advantage-estimator {config.advantage_estimator}: a group of one always "
-            f"has advantage 0, so nothing is learned{unless}; sample 4 or more, or use an estimator that does not "
-            f"compare siblings ({estimator_names(lambda one: not one.group_relative)})"
-        )
-    notes += _objective_notes(config)
-    notes += flags_without_effect(config)
+        kept = "the trained model is not kept"
+        if config.save_hf:
+            kept = f"only the models of --save-hf {config.save_hf} are kept"
+        yield f"no --save: {kept}, and a run that is stopped starts over; --save DIR --load DIR resumes it"
+    yield from _objective_notes(config)
+    yield from flags_without_effect(config)
     sglang = [name for name in config.carried if name.startswith(("sglang_", "router_"))]
     if backend == "embedded":
         sglang = [name for name in sglang if name not in EMBEDDED_PARSERS]
     if sglang and backend in ("embedded", "external"):
         affected = "the embedded engine" if backend == "embedded" else "engines that run already"
-        notes.append(f"SGLang flags without effect on {affected}: {flag_list(sglang)}")
-    return notes
+        yield f"SGLang flags without effect on {affected}: {flag_list(sglang)}"
 
 
-def _length_notes(config: Config) -> list[str]:
-    """Return a note for responses that may be longer than the model's context."""
-    wanted, facts = config.rollout_max_response_len, read_model_config(Path(config.hf_checkpoint) / "config.json")
-    context = (facts.get("text_config") or facts).get("max_position_embeddings")
-    if wanted is None or not isinstance(context, int) or wanted < context or not needs_engines(config):
-        return []
-    return [
-        f"--rollout-max-response-len {wanted} is not less than the context of the model (max_position_embeddings "
-        f"{context}): responses end where prompt and response fill the context"
-    ]
+def _evaluation_notes(config: Config) -> Iterator[str]:
+    if evaluates(config) and not needs_engines(config):
+        why = "--debug-train-only" if config.debug_train_only else "--rollout-num-gpus 0"
+        yield f"{why}: nothing is evaluated, there are no engines"
+    elif evaluates(config) and config.eval_interval is None:
+        flag = "--eval-prompt-data" if config.eval_prompt_data else "--eval-config"
+        yield f"{flag} without --eval-interval: there is no periodic evaluation"
+    elif config.eval_interval is not None and not evaluates(config):
+        yield f"--eval-interval {config.eval_interval} without --eval-prompt-data: there is nothing to evaluate"
 
 
-def _objective_notes(config: Config) -> list[str]:
-    """Return notes about the training objective.
+def _length_notes(config: Config) -> Iterator[str]:
+    """Yield notes about the length of responses and of the run."""
+    wanted, generates = config.rollout_max_response_len, needs_engines(config)
+    if wanted is None and generates and config.loss_type != "sft_loss":
+        yield f"no --rollout-max-response-len: responses end after {DEFAULT_RESPONSE_LEN} tokens, SGLang's default"
+    context = read_model_config(Path(config.hf_checkpoint) / "config.json").get("max_position_embeddings")
+    if wanted is not None and isinstance(context, int) and wanted >= context and generates:
+        yield (
+            f"--rollout-max-response-len {wanted} is not less than the context of the model (max_position_embeddings "
+            f"{context}): responses end where prompt and response fill the context"
+        )
+    if config.num_rollout is None and config.num_epoch is None and config.load_debug_rollout_data is None:
+        yield "no --num-rollout and no --num-epoch: the run is one pass over the prompts"
+
+
+def _objective_notes(config: Config) -> Iterator[str]:
+    """Yield notes about the training objective.
 
     Distillation with a verifier but without labels trains without rewards. Engines may truncate the distribution that
     they sample from, while the loss uses the whole vocabulary.
     """
-    notes = []
+    if uses_group_baseline(config) and config.n_samples_per_prompt == 1:
+        unless = ", unless the generate function makes several" if config.custom_generate_function_path else ""
+        yield (
+            f"--n-samples-per-prompt 1 with --advantage-estimator {config.advantage_estimator}: a group of one always "
+            f"has advantage 0, so nothing is learned{unless}; sample 4 or more, or use an estimator that does not "
+            f"compare siblings ({estimator_names(lambda one: not one.group_relative)})"
+        )
     rm_type, labels = config.rm_type, [one.label_key for one in train_datasets(config)] or [config.label_key]
     has_verifier = rm_type is not None and config.custom_rm_path is None and compares_with_label(rm_type, {})
     if has_verifier and config.use_opd and not all(labels):
-        notes.append(
+        yield (
             f"--rm-type {rm_type} compares with a label and there is no --label-key: responses without a label get no "
             "reward, so that only the teacher of --use-opd teaches; name the column with --label-key, or drop --rm-type"
         )
     if (cut := biased_sampling_flags(config)) is not None:
-        notes.append(
+        yield (
             f"{cut}: tokens are sampled from a part of the vocabulary, but training takes their "
             "log-probs over all of it, so the gradient is biased; leave it out to train on-policy"
         )
-    return notes
-
-
-def _idle_notes(config: Config) -> list[str]:
-    sharing, batch = config.context_parallel_size, config.global_batch_size
-    takers = num_trainers(config) // sharing
-    if config.debug_rollout_only or batch >= takers or uses_megatron(config):
-        return []
-    kind = "training processes" if sharing == 1 else f"groups of {sharing} training processes"
-    return [
-        f"--global-batch-size {batch} may leave {takers - batch} of the {takers} {kind} without "
-        "samples in a step: the model is sharded over all of them, without tensor or pipeline parallelism"
-    ]
-
-
-def _custom_file_notes(config: Config) -> list[str]:
-    """Return notes about --custom-config-path; a saved config has its values already, so the file may be missing."""
-    path = config.carried.get("custom_config_path")
-    if path is None or not Path(path).expanduser().is_file():
-        return []
-    given = ", ".join(f"{flag} {value}" for flag, value in custom_file_flags(path).items())
-    notes = [f"--custom-config-path {path} sets {given}, overriding the command line"] if given else []
-    for key, flag in misspelled_custom_file_keys(path).items():
-        notes.append(f"{key} in {path} is not a flag, so only plugins see it: did you mean {flag}?")
-    return notes
 
 
 def _short_number(count: int) -> str:
