@@ -17,7 +17,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +24,12 @@ from pathlib import Path
 from slime.config.fields import nearest_name
 from slime.config.megatron_flags import COMPARED_SHAPE_KEYS
 from slime.errors import UserError
+from slime.models.folder import read_safetensors_header
 from slime.storage.json_types import JsonObject
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DOWNLOAD_AGAIN = "download the folder again"
-_LONGEST_HEADER = 100_000_000
 _LFS_POINTER = b"version https://git-lfs"
 _PADDED = {"vocab_size": ["vocab_size"], "max_position_embeddings": ["max_position_embeddings"]}
 """Not compared: Megatron pads vocabularies, and with rotary positions the longest sequence has no effect."""
@@ -73,23 +72,17 @@ def read_model_config(file: Path) -> JsonObject:
 def read_header(file: Path, flag: str) -> JsonObject:
     """Return the tensors of a safetensors file by name; raise a `UserError` if it is truncated or not such a file."""
     try:
-        with file.open("rb") as opened:
-            start = opened.read(8)
-            if start + opened.read(len(_LFS_POINTER) - 8) == _LFS_POINTER:
-                raise UserError(f"{flag}: {file} is only a Git LFS pointer: run git lfs pull in that folder")
-            size = file.stat().st_size
-            (length,) = struct.unpack("<Q", start) if len(start) == 8 else (0,)
-            opened.seek(8)
-            header = json.loads(opened.read(length)) if 2 <= length <= min(size - 8, _LONGEST_HEADER) else None
+        size = file.stat().st_size
+        tensors, _, start = read_safetensors_header(file)
     except OSError as error:
         raise UserError(f"{flag}: cannot read {file} ({error.strerror})") from error
-    except ValueError:
-        header = None
-    if not isinstance(header, dict):
-        raise UserError(f"{flag}: {file} is not a safetensors file, or is truncated: {DOWNLOAD_AGAIN}")
-    tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    except ValueError as error:
+        with file.open("rb") as opened:
+            if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise UserError(f"{flag}: {file} is only a Git LFS pointer: run git lfs pull in that folder") from None
+        raise UserError(f"{flag}: {file} is not a safetensors file, or is truncated: {DOWNLOAD_AGAIN}") from error
     try:
-        wanted = 8 + length + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
+        wanted = start + max((int(entry["data_offsets"][1]) for entry in tensors.values()), default=0)
     except (TypeError, KeyError, IndexError, ValueError):
         raise UserError(f"{flag}: the header of {file} is broken: {DOWNLOAD_AGAIN}") from None
     if size != wanted:

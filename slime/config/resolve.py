@@ -86,12 +86,11 @@ def derive(config: Config) -> Config:
         _derive_evaluation_alone,
         derive_async,
         derive_algorithm,
-        _derive_rollout_function,
         derive_lora,
         derive_live,
         _derive_placement,
         derive_batch_sizes,
-        _derive_eval,
+        _derive_functions_and_eval,
         _derive_other_flags,
     ):
         config = step(config)
@@ -128,12 +127,6 @@ def _derive_evaluation_alone(config: Config) -> Config:
     return config.replace(**changes)
 
 
-def _derive_rollout_function(config: Config) -> Config:
-    if config.loss_type == "sft_loss" and config.rollout_function_path == DEFAULT_ROLLOUT_FUNCTION:
-        return config.replace(rollout_function_path=SFT_ROLLOUT_FUNCTION)
-    return config
-
-
 def _derive_placement(config: Config) -> Config:
     colocate, rollout_gpus = config.colocate, config.rollout_num_gpus
     if rollout_gpus is None and is_async(config) and not colocate:
@@ -143,7 +136,9 @@ def _derive_placement(config: Config) -> Config:
     return config.replace(colocate=colocate, rollout_num_gpus=rollout_gpus)
 
 
-def _derive_eval(config: Config) -> Config:
+def _derive_functions_and_eval(config: Config) -> Config:
+    if config.loss_type == "sft_loss" and config.rollout_function_path == DEFAULT_ROLLOUT_FUNCTION:
+        config = config.replace(rollout_function_path=SFT_ROLLOUT_FUNCTION)
     samples_answers = config.rollout_function_path == SFT_ROLLOUT_FUNCTION
     prompt_len = config.rollout_max_prompt_len
     if prompt_len is None and config.rollout_max_context_len is not None:

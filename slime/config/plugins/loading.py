@@ -43,12 +43,23 @@ def load_function(path: str, *, what: str, params: Sequence[str] | None = None) 
     only class with the methods that the flag requires, else the only public one. `what` names the flag or field for
     error messages; `params` are the positional arguments of the call.
     """
-    module_name, attribute = _split(present_path(path), what)
-    if module_name.endswith(".py"):
-        module = _load_file(Path(module_name), what)
-    else:
-        module = _import_module(module_name, path, what)
-    found = _attribute(module, attribute or _implied_name(module, path, what), path, what)
+    given = present_path(path)
+    module_name, attribute = given, ""
+    if ":" in given or not given.endswith(".py"):
+        module_name, _, attribute = given.rpartition(":" if ":" in given else ".")
+        if not module_name or not attribute:
+            raise UserError(f"{what} {path} names no function: write it as package.module.function or file.py:function")
+    is_file = module_name.endswith(".py")
+    module = _load_file(Path(module_name), what) if is_file else _import_module(module_name, path, what)
+    attribute = attribute or _implied_name(module, path, what)
+    namespace = vars(module)
+    if attribute not in namespace and not hasattr(module, attribute):
+        functions = [name for name, value in namespace.items() if callable(value) and not name.startswith("__")]
+        close = difflib.get_close_matches(attribute, functions, n=1, cutoff=0.6)
+        own = [name for name in functions if getattr(namespace[name], "__module__", None) == module.__name__]
+        hint = f"did you mean {close[0]}?" if close else f"it defines {', '.join(own) or 'no functions'}"
+        raise UserError(f"{what} {path}: {module.__file__ if is_file else module.__name__} has no {attribute}: {hint}")
+    found = namespace[attribute] if attribute in namespace else getattr(module, attribute)
     if not callable(found):
         raise UserError(f"{what} {path} is a {type(found).__name__}, not a function: name a callable")
     if params is not None:
@@ -68,18 +79,6 @@ def load_plugin(path: str, flag: str) -> Callable[..., Any]:
     found = load_function(path, what=flag)
     check(found, contract, path)
     return found
-
-
-def _split(path: str, what: str) -> tuple[str, str]:
-    """Split a path into module or file and the name in it; the name is empty if only a file is given."""
-    module_name, colon, attribute = path.rpartition(":")
-    if not colon and path.endswith(".py"):
-        return path, ""
-    if not colon:
-        module_name, _, attribute = path.rpartition(".")
-    if not module_name or not attribute:
-        raise UserError(f"{what} {path} names no function: write it as package.module.function or file.py:function")
-    return module_name, attribute
 
 
 def _implied_name(module: ModuleType, path: str, what: str) -> str:
@@ -155,17 +154,3 @@ def _cause(error: Exception) -> str:
     missing = error.name if isinstance(error, ModuleNotFoundError) and error.name else ""
     remedy = _NOT_NEEDED.get(missing.partition(".")[0])
     return f"{type(error).__name__}: {error}" + (f"; {remedy}" if remedy else "")
-
-
-def _attribute(module: ModuleType, attribute: str, path: str, what: str) -> object:
-    namespace = vars(module)
-    if attribute in namespace:
-        return namespace[attribute]
-    if hasattr(module, attribute):
-        return getattr(module, attribute)
-    functions = [name for name, value in namespace.items() if callable(value) and not name.startswith("__")]
-    close = difflib.get_close_matches(attribute, functions, n=1, cutoff=0.6)
-    own = [name for name in functions if getattr(namespace[name], "__module__", None) == module.__name__]
-    where = module.__file__ if path.partition(":")[0].endswith(".py") else module.__name__
-    hint = f"did you mean {close[0]}?" if close else f"it defines {', '.join(own) or 'no functions'}"
-    raise UserError(f"{what} {path}: {where} has no {attribute}: {hint}")

@@ -63,14 +63,28 @@ class ProcessPlan:
 def trainer_memory(config: Config, shape: ModelShape, *, device: str, trainers: int) -> MemoryEstimate:
     """Estimate one training process at the peak of an optimizer step, except the first of the run."""
     step = _Step.of(config, shape, device=device, trainers=trainers)
-    always = _resident_bytes(config, step, device)
+    # what a rank holds between two steps
+    frozen, updated = step.compute * step.shard(step.total), step.shard(step.trained)
+    always = {"weights": _MASTER * updated}
+    if step.trained != step.total:
+        always |= {"frozen weights": frozen}
+    if has_critic(config):  # a critic trains as many parameters
+        always["critic"] = _MASTER * updated + (0 if step.trains_all else frozen)
+        updated *= 2
+    kinds = (config.exp_avg_dtype, config.exp_avg_sq_dtype)
+    always["Adam moments"] = 0 if config.use_stateless_adam else sum(_MOMENT_BYTES[kind] for kind in kinds) * updated
+    # with LoRA a version of the old policy is an adapter
+    version = frozen if step.trains_all else _MASTER * step.shard(step.trained)
+    average = _MASTER * step.shard(step.total)
+    always |= other_models(config, device, frozen=frozen, average=average, version=version)
+    # what the host holds of it
     names = ["Adam moments"] if config.optimizer_cpu_offload else []
     names = list(always) if config.fsdp_cpu_offload else names
     on_host = {name: always.pop(name) for name in names} if step.on_gpu else {}
     if config.fsdp_cpu_offload and step.on_gpu:
         on_host["gradients"] = step.reduced
     # float32 copies of the moments that are being updated, and the noise to round them
-    narrow = [dtype for dtype in (config.exp_avg_dtype, config.exp_avg_sq_dtype) if dtype != "fp32"]
+    narrow = [kind for kind in kinds if kind != "fp32"]
     copies = 2 if config.optimizer_cpu_offload and step.on_gpu else len(narrow)
     passing = _MASTER * (copies + 2 * bool(narrow)) * min(STREAMED_ELEMENTS, step.shard(step.head))
     if config.fsdp_cpu_offload and step.on_gpu:  # the update is made on the host
@@ -85,26 +99,6 @@ def trainer_memory(config: Config, shape: ModelShape, *, device: str, trainers: 
     peak = max(moments, key=lambda name: sum(moments[name].values()))
     parts = {name: size for name, size in {**always, **moments[peak]}.items() if size}
     return MemoryEstimate(parts, peak, {name: size for name, size in on_host.items() if size})
-
-
-def _resident_bytes(config: Config, step: _Step, device: str) -> dict[str, int]:
-    """Return the bytes by purpose that a rank holds between two steps."""
-    frozen = step.compute * step.shard(step.total)
-    moments = sum(_MOMENT_BYTES[dtype] for dtype in (config.exp_avg_dtype, config.exp_avg_sq_dtype))
-    moments = 0 if config.use_stateless_adam else moments
-    updated = step.shard(step.trained)
-    parts = {"weights": _MASTER * updated}
-    if step.trained != step.total:
-        parts |= {"frozen weights": frozen}
-    if has_critic(config):  # a critic trains as many parameters
-        parts["critic"] = _MASTER * step.shard(step.trained) + (0 if step.trains_all else frozen)
-        updated *= 2
-    parts["Adam moments"] = moments * updated
-    # with LoRA a version of the old policy is an adapter
-    version = frozen if step.trains_all else _MASTER * step.shard(step.trained)
-    return parts | other_models(
-        config, device, frozen=frozen, average=_MASTER * step.shard(step.total), version=version
-    )
 
 
 def other_models(config: Config, device: str, *, frozen: int, average: int, version: int) -> dict[str, int]:
