@@ -14,7 +14,8 @@ _DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
 
 def nvidia_gpu_count() -> int:
     """Count the GPUs of the machine, restricted by CUDA_VISIBLE_DEVICES."""
-    installed = _installed_gpus()
+    installed = sum(1 for _ in _DRIVER_FOLDER.iterdir()) if _DRIVER_FOLDER.is_dir() else 0
+    installed = installed or len(_query_memory())
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None or installed == 0:
         return installed
@@ -23,33 +24,22 @@ def nvidia_gpu_count() -> int:
     return min(len(usable), installed)
 
 
-def _installed_gpus() -> int:
-    if _DRIVER_FOLDER.is_dir():
-        found = sum(1 for _ in _DRIVER_FOLDER.iterdir())
-        if found:
-            return found
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return 0
-    try:
-        listing = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines()) if listing.returncode == 0 else 0
-
-
 def nvidia_gpu_memory() -> int | None:
     """Return the memory of the smallest GPU in bytes, or None if it is unknown."""
+    sizes = [int(line) for line in _query_memory() if line.isdigit()]
+    return min(sizes) * 2**20 if sizes else None
+
+
+def _query_memory() -> list[str]:
+    """Return the MiB of each GPU as nvidia-smi prints them; empty if it is not installed or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
-        return None
+        return []
     query = [program, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        listing = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    sizes = [int(line) for line in listing.stdout.split() if line.isdigit()]
-    return min(sizes) * 2**20 if sizes and listing.returncode == 0 else None
+        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
+    except (OSError, subprocess.SubprocessError):
+        return []
 
 
 _CLUSTER_PATTERN = re.compile(r"([1-9]\d*)x([1-9]\d*)x([1-9]\d*)")

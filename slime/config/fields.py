@@ -45,6 +45,8 @@ class Flag:
     """If the flag is given several times, the values are concatenated instead of the last one being used."""
     derived: str | None = None
     """The value that is derived if the flag is not given, for help texts."""
+    follows: str | None = None
+    """The flag whose value this one gets if it is not given (`resolve.derive`); it is also the text of `derived`."""
     required: bool = False
     secret: bool = False
     """Left out of dicts, files, logs and messages to other processes."""
@@ -54,7 +56,7 @@ class Flag:
 
 def flag(default: object, help: str, **properties: Any) -> Any:
     """Declare one configuration field that is also one command-line flag, with the properties of a `Flag`."""
-    metadata = {METADATA_KEY: Flag(help, **properties)}
+    metadata = {METADATA_KEY: Flag(help, **{"derived": properties.get("follows"), **properties})}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     # secrets are not compared: configs that differ only in secrets are the same run

@@ -139,32 +139,21 @@ def _derive_placement(config: Config) -> Config:
 def _derive_functions_and_eval(config: Config) -> Config:
     if config.loss_type == "sft_loss" and config.rollout_function_path == DEFAULT_ROLLOUT_FUNCTION:
         config = config.replace(rollout_function_path=SFT_ROLLOUT_FUNCTION)
-    samples_answers = config.rollout_function_path == SFT_ROLLOUT_FUNCTION
-    prompt_len = config.rollout_max_prompt_len
-    if prompt_len is None and config.rollout_max_context_len is not None:
-        prompt_len = config.rollout_max_context_len - 1
-    eval_prompt_len = prompt_len if config.eval_max_context_len is None else config.eval_max_context_len - 1
-    fallbacks = {
-        "eval_function_path": DEFAULT_ROLLOUT_FUNCTION if samples_answers else config.rollout_function_path,
-        "eval_input_key": config.input_key,
-        "eval_label_key": config.label_key,
-        "eval_tool_key": config.tool_key,
-        "eval_temperature": config.rollout_temperature,
-        "eval_top_p": config.rollout_top_p,
-        "eval_top_k": config.rollout_top_k,
-        "eval_max_response_len": config.rollout_max_response_len,
-        "eval_max_prompt_len": eval_prompt_len,
-        "eval_max_context_len": config.rollout_max_context_len,
-        "eval_reward_key": config.reward_key,
-    }
-    missing = {name: value for name, value in fallbacks.items() if getattr(config, name) is None}
-    return config.replace(rollout_max_prompt_len=prompt_len, **missing)
+    changes: JsonObject = {}
+    if config.rollout_max_prompt_len is None and config.rollout_max_context_len is not None:
+        changes["rollout_max_prompt_len"] = config.rollout_max_context_len - 1
+    if config.eval_max_prompt_len is None and config.eval_max_context_len is not None:
+        changes["eval_max_prompt_len"] = config.eval_max_context_len - 1
+    if config.eval_function_path is None and config.rollout_function_path == SFT_ROLLOUT_FUNCTION:
+        changes["eval_function_path"] = DEFAULT_ROLLOUT_FUNCTION
+    config = config.replace(**changes)
+    followed = {spec.name: spec.info.follows for spec in FLAG_SPECS.values() if spec.info.follows is not None}
+    missing = {name: flag for name, flag in followed.items() if getattr(config, name) is None}
+    return config.replace(**{name: getattr(config, flag[2:].replace("-", "_")) for name, flag in missing.items()})
 
 
 def _derive_other_flags(config: Config) -> Config:
     changes: JsonObject = {}
-    if config.over_sampling_batch_size is None:
-        changes["over_sampling_batch_size"] = config.rollout_batch_size
     if config.fleet_address is not None:
         changes["use_fault_tolerance"] = True
     if config.offload:

@@ -104,23 +104,23 @@ class EvalFlags:
     skip_eval_before_train: bool = flag(False, "no evaluation before the first step")
     n_samples_per_eval_prompt: int = flag(1, "responses per evaluation prompt", check=at_least(1))
     eval_function_path: str = flag(
-        None, "function like --rollout-function-path, called with evaluation=True", derived="--rollout-function-path"
+        None, "function like --rollout-function-path, called with evaluation=True", follows="--rollout-function-path"
     )
-    eval_input_key: str = flag(None, "column of the prompt", derived="--input-key")
-    eval_label_key: str | None = flag(None, "column of the reference answer", derived="--label-key")
-    eval_tool_key: str = flag(None, "column of tool schemas", derived="--tool-key")
+    eval_input_key: str = flag(None, "column of the prompt", follows="--input-key")
+    eval_label_key: str | None = flag(None, "column of the reference answer", follows="--label-key")
+    eval_tool_key: str = flag(None, "column of tool schemas", follows="--tool-key")
     eval_temperature: float = flag(
-        None, "sampling temperature; 0: greedy", check=at_least(0), derived="--rollout-temperature"
+        None, "sampling temperature; 0: greedy", check=at_least(0), follows="--rollout-temperature"
     )
-    eval_top_p: float = flag(None, "nucleus sampling", check=between(0, 1, low_open=True), derived="--rollout-top-p")
-    eval_top_k: int = flag(None, "top-k sampling", check=minus_one_or_at_least(1), derived="--rollout-top-k")
+    eval_top_p: float = flag(None, "nucleus sampling", check=between(0, 1, low_open=True), follows="--rollout-top-p")
+    eval_top_k: int = flag(None, "top-k sampling", check=minus_one_or_at_least(1), follows="--rollout-top-k")
     eval_max_response_len: int | None = flag(
-        None, "most new tokens", check=at_least(1), derived="--rollout-max-response-len"
+        None, "most new tokens", check=at_least(1), follows="--rollout-max-response-len"
     )
     eval_max_prompt_len: int | None = flag(
-        None, "longer prompts are dropped", check=at_least(1), derived="--rollout-max-prompt-len"
+        None, "longer prompts are dropped", check=at_least(1), follows="--rollout-max-prompt-len"
     )
     eval_max_context_len: int | None = flag(
-        None, "most tokens of prompt and response together", check=at_least(2), derived="--rollout-max-context-len"
+        None, "most tokens of prompt and response together", check=at_least(2), follows="--rollout-max-context-len"
     )
     eval_min_new_tokens: int | None = flag(None, "fewest new tokens", check=at_least(0))

@@ -59,7 +59,7 @@ class RolloutFlags:
         None,
         "prompts dispatched at a time; more than a batch lets a rollout finish without the slowest",
         check=at_least(1),
-        derived="--rollout-batch-size",
+        follows="--rollout-batch-size",
     )
     dynamic_sampling_filter_path: str | None = flag(
         None,
@@ -112,7 +112,7 @@ class RewardFlags:
     rm_url: str | None = flag(None, "address of the reward service, for --rm-type remote_rm", metavar="URL")
     custom_rm_path: str | None = flag(None, "function (args, sample) that returns the reward")
     reward_key: str | None = flag(None, "entry to train on where rewards are dicts")
-    eval_reward_key: str | None = flag(None, "entry to report in evaluation", derived="--reward-key")
+    eval_reward_key: str | None = flag(None, "entry to report in evaluation", follows="--reward-key")
     group_rm: bool = flag(False, "score all samples of a prompt in one call: custom function gets (args, samples)")
     reward_timeout: float = flag(600.0, "timeout of a reward function in seconds", check=above(0))
     reward_workers: int | None = flag(

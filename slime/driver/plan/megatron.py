@@ -269,15 +269,11 @@ def count_stage_weights(config: Config, shape: ModelShape, fields: Fields, rank:
         owned = [layer for begin in begins for layer in range(begin, begin + each[rank])]
     with_experts = sum(sparse[layer] for layer in owned)
     expert = 3 * hidden * (shape.expert_ffn_size or 0) * (shape.num_experts or 0)
-    total, root = shape.num_parameters or 0, shape.root_parameters or 0
-    narrow = (shape.attention_weights_per_layer or 0) + 3 * hidden * (shape.ffn_size or 0)
-    if not any(sparse) or all(sparse):
-        other = (total - root) // num_layers - (expert if any(sparse) else 0)
-        dense = len(owned) * other
-    else:
-        layers = sum(sparse)
-        other = (total - root - (num_layers - layers) * narrow) // layers - expert
-        dense = with_experts * other + (len(owned) - with_experts) * narrow
+    sparse_layer = (shape.layer_parameters or 0) - (expert if any(sparse) else 0)  # of a layer, its experts left out
+    narrow = sparse_layer
+    if any(sparse) and not all(sparse):
+        narrow = (shape.attention_weights_per_layer or 0) + 3 * hidden * (shape.ffn_size or 0)
+    dense = with_experts * sparse_layer + (len(owned) - with_experts) * narrow
     multiple = config.make_vocab_size_divisible_by * tensor
     vocabulary = -(-(shape.vocab_size or 0) // multiple) * multiple * hidden
     first, last = rank == 0, rank == pipeline - 1
