@@ -11,7 +11,8 @@ from pathlib import Path
 
 from slime.algorithms.estimators import CISPO, ESTIMATORS, GSPO, Estimator, estimator_names
 from slime.config.async_mode import may_train_on_stale_tokens
-from slime.config.config import Config
+from slime.config.config import Config, given_flags
+from slime.config.fields import flag_name
 from slime.storage.json_types import JsonObject
 
 _log = logging.getLogger(__name__)
@@ -216,9 +217,9 @@ def _estimator(config: Config) -> Iterator[str]:
         yield "--loss-aggregation constant divides by --rollout-max-response-len: set it"
     if not has_critic(config):
         critics = estimator_names(lambda one: one.has_critic)
-        for name in ("critic_load", "critic_save", "critic_lr", "critic_config", "critic_hf_checkpoint"):
-            if getattr(config, name) is not None:
-                yield f"--{name.replace('_', '-')} is for the critic of --advantage-estimator {critics}: drop it"
+        names = ("critic_load", "critic_save", "critic_lr", "critic_config", "critic_hf_checkpoint")
+        for name in given_flags(config, names):
+            yield f"{flag_name(name)} is for the critic of --advantage-estimator {critics}: drop it"
 
 
 def _off_policy(config: Config) -> Iterator[str]:

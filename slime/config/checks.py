@@ -15,7 +15,7 @@ from pathlib import Path
 from slime.algorithms.estimators import NONZERO_STD_FILTER
 from slime.config.algorithm import algorithm_contradictions, biased_sampling_flags, estimator_of
 from slime.config.async_mode import async_contradictions
-from slime.config.config import FLAG_SPECS, Config
+from slime.config.config import FLAG_SPECS, Config, given_flags
 from slime.config.datasets import eval_datasets, mixture_contradictions, reads_prompts, train_datasets
 from slime.config.fields import flag_name
 from slime.config.flags.data import DEFAULT_DATA_SOURCE
@@ -206,17 +206,10 @@ def _algorithm(config: Config) -> Iterator[str]:
         yield "--rm-type remote_rm needs --rm-url, the address of the reward service"
     if config.freeze_params_name_list and config.only_train_params_name_list:
         yield "--freeze-params-name-list and --only-train-params-name-list exclude each other: keep one"
-    moment_flags = [
-        flag
-        for flag, given in (
-            ("--exp-avg-dtype", config.exp_avg_dtype != "fp32"),
-            ("--exp-avg-sq-dtype", config.exp_avg_sq_dtype != "fp32"),
-            ("--optimizer-cpu-offload", config.optimizer_cpu_offload),
-        )
-        if given
-    ]
+    moment_flags = given_flags(config, ("exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_cpu_offload"))
     if config.use_stateless_adam and moment_flags:
-        yield f"{moment_flags[0]} applies to Adam's moments, and --use-stateless-adam keeps none: drop one"
+        flag = flag_name(next(iter(moment_flags)))
+        yield f"{flag} applies to Adam's moments, and --use-stateless-adam keeps none: drop one"
     yield from sharing_contradictions(config)
     yield from _schedule(config)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +18,13 @@ import yaml
 
 from slime.config.fields import FlagSpec, coerce, did_you_mean, join_unknown_names, specs_of_group
 from slime.config.flag_aliases import foreign_hint, refusal, with_keyword_names
-from slime.config.flags.agent import AgentFlags, LiveFlags
 from slime.config.flags.algorithm import AlgorithmFlags, CorrectionFlags, CriticFlags, DistillationFlags
-from slime.config.flags.cluster import ClusterFlags
+from slime.config.flags.cluster import ClusterFlags, EngineFlags, WeightFlags
 from slime.config.flags.data import DataFlags, EvalFlags
-from slime.config.flags.engine import EngineFlags, WeightFlags
 from slime.config.flags.logging import DebugFlags, LoggingFlags
 from slime.config.flags.megatron import MegatronFlags
-from slime.config.flags.model import LoraFlags, ModelFlags
-from slime.config.flags.optimizer import CheckpointFlags, OptimizerFlags
-from slime.config.flags.rollout import AsyncFlags, RewardFlags, RolloutFlags
+from slime.config.flags.rollout import AgentFlags, AsyncFlags, LiveFlags, RewardFlags, RolloutFlags
+from slime.config.flags.training import CheckpointFlags, LoraFlags, ModelFlags, OptimizerFlags
 from slime.config.flags.upstream import UpstreamFlags
 from slime.config.plugins.args import Overlay
 from slime.errors import UserError
@@ -119,6 +117,17 @@ def _plain(value: object) -> object:
 
 FLAG_SPECS: dict[str, FlagSpec] = {spec.name: spec for group in Config.__bases__ for spec in specs_of_group(group)}
 """Every flag by field name, in the order of the groups."""
+
+
+def given_flags(config: Config, names: Iterable[str]) -> dict[str, str]:
+    """Return those of some fields that differ from their defaults: name -> flag and value, as they are written."""
+    found: dict[str, str] = {}
+    for name in names:
+        spec, value = FLAG_SPECS[name], getattr(config, name)
+        if value != spec.default and value is not False:
+            words = " ".join(map(str, value)) if isinstance(value, list) else str(value)
+            found[name] = spec.flag if spec.kind == "bool" else f"{spec.flag} {words}"
+    return found
 
 
 RESOLVED = "# The resolved config of a run; "

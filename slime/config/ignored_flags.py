@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from slime.config.config import FLAG_SPECS, Config
+from slime.config.config import FLAG_SPECS, Config, given_flags
 from slime.config.fields import flag_name, specs_of_group
 from slime.config.flags.megatron import HOOKS, MegatronFlags
 from slime.config.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
@@ -32,15 +32,11 @@ def flags_without_effect(config: Config) -> list[str]:
     """Return one sentence for each reason why given flags have no effect."""
     reasons: dict[str, list[str]] = {}
     own_function = config.rollout_function_path != DEFAULT_ROLLOUT_FUNCTION
-    for spec in FLAG_SPECS.values():
-        value = getattr(config, spec.name)
-        if spec.info.no_effect is None or value == spec.default or value is False:
-            continue
-        if not (own_function and spec.name in BUFFER_FLAGS):
-            words = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-            shown = spec.flag if spec.kind == "bool" else f"{spec.flag} {words}"
-            reasons.setdefault(spec.info.no_effect, []).append(shown)
-    sentences = [f"{', '.join(shown)} has no effect: {why}" for why, shown in reasons.items()]
+    no_effect = {name: spec.info.no_effect for name, spec in FLAG_SPECS.items() if spec.info.no_effect is not None}
+    for name, shown in given_flags(config, no_effect).items():
+        if not (own_function and name in BUFFER_FLAGS):
+            reasons.setdefault(no_effect[name], []).append(shown)
+    sentences = [f"{', '.join(flags)} has no effect: {why}" for why, flags in reasons.items()]
     given = {name: MEGATRON_CLASSES.get(name.replace("_", "-")) for name in config.carried}
     if uses_megatron(config):
         others = [

@@ -11,10 +11,21 @@ import re
 from collections.abc import Iterator
 
 from slime.config.batch import model_replica_size, num_trainers
-from slime.config.config import Config
+from slime.config.config import Config, given_flags
 from slime.config.fields import flag_name
 from slime.config.flags.megatron import HOOKS, RECOMPUTED_MODULES
 from slime.errors import UserError
+
+_FSDP_ONLY = (
+    "fsdp_shard_size", "fsdp_cpu_offload", "lora_rank", "use_stateless_adam", "fp8", "share_prompts",
+    "log_probs_keep_gib", "exp_avg_dtype", "exp_avg_sq_dtype", "optimizer_cpu_offload",
+)  # fmt: skip
+"""Flags that only FSDP supports and that would change numbers or memory."""
+_VIRTUAL_STAGES = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+_UNEVEN_STAGES = (
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)  # fmt: skip
 
 
 def uses_megatron(config: Config) -> bool:
@@ -68,21 +79,19 @@ def layout_contradictions(config: Config) -> Iterator[str]:
         yield from _recompute(config)
         if config.carried.get("fine_grained_activation_offloading") and not config.carried.get("offload_modules"):
             yield "--fine-grained-activation-offloading needs --offload-modules, the modules whose inputs are offloaded"
-        yield from _fsdp_only_flags(config)
+        for flag in given_flags(config, _FSDP_ONLY).values():
+            yield f"{flag} works only with FSDP, but Megatron trains: drop it, or use --train-backend fsdp"
         if config.plan_cluster is None and importlib.util.find_spec("megatron") is None:
             yield "--train-backend megatron needs Megatron-Core, which is not installed: pip install 'slime[megatron]'"
         return
-    for name in HOOKS:
-        if getattr(config, name) is not None:
+    for name in given_flags(config, HOOKS):
+        why = "it is called inside Megatron, and the trainer is FSDP: drop the flag, or give --train-backend megatron"
+        if name == "custom_model_provider_path":
             why = (
-                "it is called inside Megatron, and the trainer is FSDP: drop the flag, or give --train-backend megatron"
+                "transformers builds the model from its folder: put the code into the folder and give "
+                "--trust-remote-code, or train with --train-backend megatron"
             )
-            if name == "custom_model_provider_path":
-                why = (
-                    "transformers builds the model from its folder: put the code into the folder and give "
-                    "--trust-remote-code, or train with --train-backend megatron"
-                )
-            yield f"{flag_name(name)} is not supported: {why}"
+        yield f"{flag_name(name)} is not supported: {why}"
     trainers, sharing = num_trainers(config), model_replica_size(config)
     if trainers % sharing:
         yield (
@@ -123,11 +132,7 @@ def _processes(config: Config) -> Iterator[str]:
 
 def _pipeline(config: Config) -> Iterator[str]:
     size = config.pipeline_model_parallel_size
-    ways = [
-        flag_name(name)
-        for name in ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-        if getattr(config, name) is not None
-    ]
+    ways = [flag_name(name) for name in given_flags(config, _VIRTUAL_STAGES)]
     if len(ways) == 2:
         yield f"{ways[0]} and {ways[1]} both set the stages per process: keep one"
     if ways and size == 1:
@@ -137,16 +142,7 @@ def _pipeline(config: Config) -> Iterator[str]:
             "--microbatch-group-size-per-virtual-pipeline-stage applies to interleaved stages: add "
             "--num-virtual-stages-per-pipeline-rank, or drop it"
         )
-    uneven = [
-        flag_name(name)
-        for name in (
-            "decoder_first_pipeline_num_layers",
-            "decoder_last_pipeline_num_layers",
-            "account_for_embedding_in_pipeline_split",
-            "account_for_loss_in_pipeline_split",
-        )
-        if getattr(config, name)
-    ]
+    uneven = [flag_name(name) for name in given_flags(config, _UNEVEN_STAGES)]
     if uneven and size == 1:
         yield f"{uneven[0]} applies to the stages of a pipeline: add --pipeline-model-parallel-size, or drop it"
     written = config.pipeline_model_parallel_layout
@@ -170,24 +166,6 @@ def _recompute(config: Config) -> Iterator[str]:
         yield f"--recompute-method {config.recompute_method} needs --recompute-num-layers, its number of layers"
     if config.recompute_granularity == "full" and config.recompute_modules:
         yield "--recompute-modules needs --recompute-granularity selective: full recomputes whole layers"
-
-
-def _fsdp_only_flags(config: Config) -> Iterator[str]:
-    """Yield one sentence for each flag that only FSDP supports and that would change numbers or memory."""
-    for flag, given in (
-        (f"--fsdp-shard-size {config.fsdp_shard_size}", config.fsdp_shard_size is not None),
-        ("--fsdp-cpu-offload", config.fsdp_cpu_offload),
-        (f"--lora-rank {config.lora_rank}", config.lora_rank > 0),
-        ("--use-stateless-adam", config.use_stateless_adam),
-        ("--fp8", config.fp8),
-        ("--share-prompts", config.share_prompts),
-        (f"--log-probs-keep-gib {config.log_probs_keep_gib}", config.log_probs_keep_gib is not None),
-        (f"--exp-avg-dtype {config.exp_avg_dtype}", config.exp_avg_dtype != "fp32"),
-        (f"--exp-avg-sq-dtype {config.exp_avg_sq_dtype}", config.exp_avg_sq_dtype != "fp32"),
-        ("--optimizer-cpu-offload", config.optimizer_cpu_offload),
-    ):
-        if given:
-            yield f"{flag} works only with FSDP, but Megatron trains: drop it, or use --train-backend fsdp"
 
 
 def shares_prompts(config: Config) -> bool:
