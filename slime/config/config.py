@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from slime.config.fields import FlagSpec, coerce, did_you_mean, join_unknown_names, specs_of_group
-from slime.config.flag_aliases import foreign_hint, refusal, with_keyword_names
+from slime.config.fields import FlagSpec, coerce, did_you_mean, specs_of_group
+from slime.config.flag_aliases import foreign_hint, join_unknown_names, refusal, with_keyword_names
 from slime.config.flags.algorithm import AlgorithmFlags, CorrectionFlags, CriticFlags, DistillationFlags
 from slime.config.flags.cluster import ClusterFlags, EngineFlags, WeightFlags
 from slime.config.flags.data import DataFlags, EvalFlags

@@ -53,7 +53,7 @@ def _checked(default: object, check: Check) -> Any:
 
 
 @dataclass(frozen=True)
-class Dataset:
+class DatasetSettings:
     """Settings of a dataset for reading, sampling and scoring; each field after `origin` is a key of its file.
 
     Sampling parameters that are None are those of the rollout.
@@ -97,7 +97,7 @@ class Dataset:
 
 
 @dataclass(frozen=True)
-class EvalDataset(Dataset):
+class EvalDataset(DatasetSettings):
     """One evaluation dataset with all its settings; plugins may build one and omit any setting."""
 
     _: KW_ONLY
@@ -138,7 +138,7 @@ _SAME_FOR_ALL = "is one value for all of training, because the trainer computes 
 
 
 @dataclass(frozen=True)
-class TrainDataset(Dataset):
+class TrainDataset(DatasetSettings):
     """One training dataset with its settings."""
 
     _: KW_ONLY
@@ -160,7 +160,7 @@ class TrainDataset(Dataset):
         return self._given_limits()
 
 
-AnyDataset = TypeVar("AnyDataset", bound=Dataset)
+AnyDataset = TypeVar("AnyDataset", bound=DatasetSettings)
 
 
 def read_datasets(path: str, kind: type[AnyDataset], flags: JsonObject, *, flag: str, section: str) -> list[AnyDataset]:
@@ -188,7 +188,7 @@ def read_datasets(path: str, kind: type[AnyDataset], flags: JsonObject, *, flag:
     return found
 
 
-def _refuse_equal_names(datasets: Sequence[Dataset], where: str) -> None:
+def _refuse_equal_names(datasets: Sequence[DatasetSettings], where: str) -> None:
     names = [dataset.name for dataset in datasets]
     for name in names:
         if names.count(name) > 1:
@@ -211,7 +211,7 @@ def _iterate_named_datasets(datasets: object, where: str) -> Iterator[tuple[str,
         yield name, {key: value for key, value in entries.items() if key != "name"}
 
 
-def _checked_values(kind: type[Dataset], entries: JsonObject, where: str) -> JsonObject:
+def _checked_values(kind: type[DatasetSettings], entries: JsonObject, where: str) -> JsonObject:
     """Return the entries that are not null; refuse unknown keys, and values of another type or out of range."""
     known = {one.name: one for one in dataclasses.fields(kind) if one.name not in ("name", "path", "origin")}
     for key in entries:

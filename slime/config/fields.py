@@ -18,7 +18,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from slime.errors import UserError
@@ -164,14 +164,6 @@ def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     """Return the end of an error sentence, `: did you mean X?`, or an empty string."""
     match = nearest_name(name, known)
     return f": did you mean {prefix}{match}?" if match else ""
-
-
-def join_unknown_names(sentences: Sequence[str], what: str) -> str:
-    """Join the sentences about unknown names into one message; `what` is their plural noun, such as "flags"."""
-    distinct = list(dict.fromkeys(sentences))
-    if len(distinct) == 1:
-        return distinct[0]
-    return "\n".join([f"{len(distinct)} {what} are not known here:", *(f"  {sentence}" for sentence in distinct)])
 
 
 _KIND_NAMES = {

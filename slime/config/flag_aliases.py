@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
 from slime.config.megatron_flags import REFUSED_FIELDS
@@ -56,3 +57,11 @@ def refusal(flag: str) -> str | None:
     """Return the sentence for a known slime flag that is not supported here, or None."""
     why = REFUSED.get(flag) or REFUSED_FIELDS.get(flag) or REFUSED_FIELDS.get(flag.removeprefix("no-"))
     return None if why is None else f"--{flag} is not supported: {why}"
+
+
+def join_unknown_names(sentences: Sequence[str], what: str) -> str:
+    """Join the sentences about unknown names into one message; `what` is their plural noun, such as "flags"."""
+    distinct = list(dict.fromkeys(sentences))
+    if len(distinct) == 1:
+        return distinct[0]
+    return "\n".join([f"{len(distinct)} {what} are not known here:", *(f"  {sentence}" for sentence in distinct)])

@@ -23,11 +23,10 @@ from slime.config.fields import (
     coerce,
     did_you_mean,
     guess,
-    join_unknown_names,
     nearest_name,
     plain_value,
 )
-from slime.config.flag_aliases import REFUSED, foreign_hint, foreign_setting, refusal
+from slime.config.flag_aliases import REFUSED, foreign_hint, foreign_setting, join_unknown_names, refusal
 from slime.config.help import FILE_FLAGS, format_help
 from slime.config.megatron_flags import (
     FIELD_FLAGS,
