@@ -24,7 +24,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from slime.agent.conversation import chat_model
@@ -176,15 +175,15 @@ class LiveService:
         taken = await self._call("taken")
         if self._runtime.journal is None or folder is None or not taken:
             return
+
+        def is_recorded(slot: int, name: str) -> bool:
+            with reading(folder) as journal:
+                found = [one.sample.metadata.get("live") for one in journal.samples(Choice(sample=slot))]
+            return any(isinstance(live, Mapping) and live.get("id") == name for live in found)
+
         for slot, name in taken:
-            if await asyncio.to_thread(_is_in_journal, Path(folder), slot, name):
+            if await asyncio.to_thread(is_recorded, slot, name):
                 await self._call("forget", id=name)
-
-
-def _is_in_journal(folder: Path, slot: int, name: str) -> bool:
-    with reading(str(folder)) as journal:
-        found = [one.sample.metadata.get("live") for one in journal.samples(Choice(sample=slot))]
-    return any(isinstance(live, Mapping) and live.get("id") == name for live in found)
 
 
 class _SlotLock:

@@ -34,7 +34,27 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 def normalize_messages(messages: Sequence[object], where: str) -> list[Message]:
     """Return the messages with text contents; a `UserError` names an invalid message."""
-    return [_checked_message(message, f"{where}: message {number}") for number, message in enumerate(messages)]
+    normalized: list[Message] = []
+    for number, message in enumerate(messages):
+        place = f"{where}: message {number}"
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise UserError(
+                f"{place}: a chat message must be an object with a 'role' and a 'content', not {message!r:.80}"
+            )
+        # Parquet gives every message the keys of all messages; an absent key and a null one mean the same.
+        known = {key: value for key, value in message.items() if value is not None}
+        content = known.get("content")
+        if content is None:
+            if message["role"] != ASSISTANT:
+                raise UserError(f"{place}: the {message['role']} message is empty: give it a 'content'")
+            # Templates read the content of a turn without tool calls and would print None.
+            content = None if "tool_calls" in known else ""
+        elif isinstance(content, list):
+            content = "".join(_part_text(part, place) for part in content)
+        elif not isinstance(content, str):
+            raise UserError(f"{place}: 'content' must be text or a list of parts, not {type(content).__name__}")
+        normalized.append({**known, "content": content})
+    return normalized
 
 
 def is_conversation(value: object) -> TypeGuard[list[Message]]:
@@ -44,24 +64,6 @@ def is_conversation(value: object) -> TypeGuard[list[Message]]:
         and bool(value)
         and all(isinstance(message, Mapping) and "role" in message for message in value)
     )
-
-
-def _checked_message(message: object, where: str) -> Message:
-    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise UserError(f"{where}: a chat message must be an object with a 'role' and a 'content', not {message!r:.80}")
-    # Parquet gives every message the keys of all messages; an absent key and a null one mean the same.
-    known = {key: value for key, value in message.items() if value is not None}
-    content = known.get("content")
-    if content is None:
-        if message["role"] != ASSISTANT:
-            raise UserError(f"{where}: the {message['role']} message is empty: give it a 'content'")
-        # Templates read the content of a turn without tool calls and would print None.
-        return {**known, "content": None if "tool_calls" in known else ""}
-    if isinstance(content, str):
-        return {**known, "content": content}
-    if not isinstance(content, list):
-        raise UserError(f"{where}: 'content' must be text or a list of parts, not {type(content).__name__}")
-    return {**known, "content": "".join(_part_text(part, where) for part in content)}
 
 
 def _part_text(part: object, where: str) -> str:

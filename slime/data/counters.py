@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -18,7 +18,21 @@ from slime.storage.json_types import JsonMapping
 
 
 @dataclass
-class SpecInfo:
+class _Counters:
+    def __deepcopy__(self, _memo: dict[int, object]) -> Self:
+        return replace(self)
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, int]) -> Self:
+        """Build from counts by name; missing counts are 0, unknown names are ignored."""
+        return cls(**{one.name: data[one.name] for one in fields(cls) if one.name in data})
+
+
+@dataclass
+class SpecInfo(_Counters):
     """Counts of speculative decoding: drafted and accepted tokens, verification steps."""
 
     spec_accept_token_num: int = 0
@@ -43,20 +57,9 @@ class SpecInfo:
         self.spec_verify_ct += int(meta_info.get("spec_verify_ct") or 0)
         self.completion_token_num += int(meta_info.get("completion_tokens") or 0)
 
-    def __deepcopy__(self, _memo: dict[int, object]) -> SpecInfo:
-        return replace(self)
-
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, int]) -> SpecInfo:
-        """Build from counts by name; missing counts are 0, unknown names are ignored."""
-        return cls(**{one.name: data[one.name] for one in fields(cls) if one.name in data})
-
 
 @dataclass
-class PrefixCacheInfo:
+class PrefixCacheInfo(_Counters):
     """Prompt tokens sent to the engine, and how many of them were prefix-cache hits."""
 
     cached_tokens: int = 0
@@ -71,17 +74,6 @@ class PrefixCacheInfo:
         """Add one engine call."""
         self.cached_tokens += int(meta_info.get("cached_tokens") or 0)
         self.total_prompt_tokens += int(meta_info.get("prompt_tokens") or 0)
-
-    def __deepcopy__(self, _memo: dict[int, object]) -> PrefixCacheInfo:
-        return replace(self)
-
-    def to_dict(self) -> dict[str, int]:
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, int]) -> PrefixCacheInfo:
-        """Build from counts by name; missing counts are 0, unknown names are ignored."""
-        return cls(**{one.name: data[one.name] for one in fields(cls) if one.name in data})
 
 
 VersionRuns = list[list[Any]]

@@ -29,19 +29,24 @@ def sample_from_json(data: JsonObject) -> Sample:
     return Sample.from_dict({key: from_json(value) for key, value in data.items()})
 
 
-def to_json(value: object, where: str) -> object:
-    """Convert `value` to JSON values; `where` names it in the error if that is impossible."""
+def to_json(value: object, where: str, *, lossy: bool = False) -> object:
+    """Convert `value` to JSON values; `where` names it in the error if that is impossible.
+
+    With `lossy`, bytes become base64 text, and keys that are not text become text.
+    """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
+    if isinstance(value, bytes) and lossy:
+        return base64.b64encode(value).decode("ascii")
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         data = base64.b64encode(np.ascontiguousarray(value).tobytes()).decode("ascii")
         return {_ARRAY_TAG: data, "dtype": value.dtype.str, "shape": list(value.shape)}
     if isinstance(value, (list, tuple)):
-        return [to_json(item, where) for item in value]
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: to_json(item, f"{where}.{key}") for key, item in value.items()}
+        return [to_json(item, where, lossy=lossy) for item in value]
+    if isinstance(value, dict) and (lossy or all(isinstance(key, str) for key in value)):
+        return {str(key): to_json(item, f"{where}.{key}", lossy=lossy) for key, item in value.items()}
     raise UserError(f"{where}: a {type(value).__name__} cannot be saved as JSON; keep only plain values in samples")
 
 

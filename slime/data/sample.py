@@ -59,14 +59,7 @@ class SampleStatus(Enum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True)
-class _TopP:
-    """The top-p span columns of a sample, and the entries that an engine call appends to them."""
-
-    ids: PackedArray | list[float]
-    offsets: PackedArray | list[float]
-    new_ids: np.ndarray
-    new_offsets: np.ndarray
+_Numbers = PackedArray | list[float]
 
 
 _STATUS_OF_FINISH_REASON = {
@@ -319,8 +312,9 @@ class Sample(ColumnOwner):
             self.grow("loss_mask", mask, new_mask)
             self.grow("rollout_log_probs", old_log_probs, new_log_probs)
         if top_p is not None:
-            self.grow("rollout_top_p_token_ids", top_p.ids, top_p.new_ids)
-            self.grow("rollout_top_p_token_offsets", top_p.offsets, top_p.new_offsets)
+            ids, offsets, new_ids, new_offsets = top_p
+            self.grow("rollout_top_p_token_ids", ids, new_ids)
+            self.grow("rollout_top_p_token_offsets", offsets, new_offsets)
         if experts is not None:
             self.rollout_routed_experts = experts
         if text:
@@ -334,7 +328,7 @@ class Sample(ColumnOwner):
             kind = reason.get("type") if isinstance(reason, Mapping) else reason
             self.status = _STATUS_OF_FINISH_REASON.get(str(kind), self.status)
 
-    def _response_columns(self) -> tuple[PackedArray | list[float], PackedArray | list[float]]:
+    def _response_columns(self) -> tuple[_Numbers, _Numbers]:
         """Return loss mask and log-probs of the response so far, filled in where absent and validated."""
         length = self.response_length
         if length > self.total_length:
@@ -353,9 +347,9 @@ class Sample(ColumnOwner):
         return mask, log_probs
 
     def _grown_top_p(
-        self, count: int, mask: PackedArray | list[float], trainable: bool, meta_info: JsonMapping
-    ) -> _TopP | None:
-        """Return the top-p spans with those of `count` more tokens; None when the sample has none."""
+        self, count: int, mask: _Numbers, trainable: bool, meta_info: JsonMapping
+    ) -> tuple[_Numbers, _Numbers, np.ndarray, np.ndarray] | None:
+        """Return ids and offsets of the top-p spans, and what `count` more tokens add to each; None without spans."""
         new_ids = _int32_field(meta_info, "top_p_token_ids", "top_p_kept_token_ids")
         new_offsets = _int32_field(meta_info, "top_p_token_offsets", "top_p_kept_token_offsets")
         if (new_ids is None) != (new_offsets is None):
@@ -375,14 +369,14 @@ class Sample(ColumnOwner):
         if new_ids is None or new_offsets is None:
             if count and trainable:
                 raise ValueError("this sample carries top-p spans, but the new trainable tokens come without")
-            return _TopP(ids, offsets, np.empty(0, np.int32), exact_ints(np.full(count, len(ids), dtype=np.int64)))
+            return ids, offsets, np.empty(0, np.int32), exact_ints(np.full(count, len(ids), dtype=np.int64))
         if not trainable:
             raise ValueError("non-trainable tokens must not carry top-p spans")
         if len(new_offsets) != count + 1:
             raise ValueError(f"top-p offsets have {len(new_offsets)} entries for {count} new tokens, not {count + 1}")
         if new_offsets[0] != 0 or new_offsets[-1] != len(new_ids) or (np.diff(new_offsets) < 0).any():
             raise ValueError(f"top-p offsets must rise from 0 to the number of ids ({len(new_ids)})")
-        return _TopP(ids, offsets, new_ids, exact_ints(new_offsets[1:].astype(np.int64) + len(ids)))
+        return ids, offsets, new_ids, exact_ints(new_offsets[1:].astype(np.int64) + len(ids))
 
     def _spliced_experts(self, args: Namespace | None, total_tokens: int, meta_info: JsonMapping) -> np.ndarray | None:
         """Return routed experts `[total_tokens - 1, layers, topk]` after this engine call; None if it reports none."""
@@ -461,7 +455,7 @@ def _checked_log_probs(count: int, log_probs: Sequence[float] | np.ndarray | Non
     return exact_floats(np.array([float(value) for value in log_probs], dtype=np.float64))
 
 
-def _sum(column: PackedArray | list[float]) -> float:
+def _sum(column: _Numbers) -> float:
     return column.array.sum().item() if isinstance(column, PackedArray) else sum(column)
 
 

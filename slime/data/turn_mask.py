@@ -63,9 +63,9 @@ def mask_turns(
 ) -> TurnMask:
     """Return tokens and loss mask of a conversation; assistant turns with `step_loss_mask: 0` are masked."""
     conversation = RenderedConversation(tokenizer, messages, tools, template_kwargs or {})
-    if conversation.marks_generation and (masked := conversation.by_generation()) is not None:
-        return masked
-    return conversation.by_spans()
+    template = tokenizer.get_chat_template(None, tools=list(tools) if tools else None)
+    marks_turns = _GENERATION_TAG.search(template) is not None
+    return (conversation.by_generation() if marks_turns else None) or conversation.by_spans()
 
 
 class RenderedConversation:
@@ -92,12 +92,6 @@ class RenderedConversation:
         except _REFUSALS as error:
             raise UserError(f"the chat template refuses this conversation ({error})") from error
 
-    @property
-    def marks_generation(self) -> bool:
-        """True if the template itself marks what the assistant wrote."""
-        template = self._tokenizer.get_chat_template(None, tools=self._tools)
-        return _GENERATION_TAG.search(template) is not None
-
     def by_generation(self) -> TurnMask | None:
         """Build the mask from the template's own marks; None if a turn is dropped but marks do not match turns."""
         rendered = self._tokenizer.apply_chat_template(
@@ -122,30 +116,21 @@ class RenderedConversation:
 
     def by_spans(self) -> TurnMask:
         """Locate turns in the text, then in its tokens: a token counts if it begins within a turn."""
-        spans = self.spans()
-        edges = [edge for span in spans for edge in span]
-        token_ids, starts = token_starts(self._tokenizer, self.text, edges)
+        spans: list[TextRange] = []
+        for turn in self.turns:
+            begin = spans[-1][1] if spans else 0
+            start, end = self._by_prefix(turn) or self._by_marker(turn, begin)
+            stripped = self.text[start:end].rstrip()
+            if stripped.endswith(tuple(self._special_tokens)):
+                end = start + len(stripped)  # a line break after the token that closes a turn is the template's
+            spans.append((start, end))
+        token_ids, starts = token_starts(self._tokenizer, self.text, [edge for span in spans for edge in span])
         mask = [0] * len(token_ids)
         for turn, (begin, end) in zip(self.turns, spans, strict=True):
             if turn not in self.dropped:
                 first, last = bisect_left(starts, begin), bisect_left(starts, end)
                 mask[first:last] = [1] * (last - first)
         return TurnMask(token_ids, mask)
-
-    def spans(self) -> list[TextRange]:
-        """Return the text range of each assistant turn.
-
-        A turn ends with the token that closes it; a line break after that belongs to the template.
-        """
-        found: list[TextRange] = []
-        for turn in self.turns:
-            begin = found[-1][1] if found else 0
-            start, end = self._by_prefix(turn) or self._by_marker(turn, begin)
-            stripped = self.text[start:end].rstrip()
-            if stripped.endswith(tuple(self._special_tokens)):
-                end = start + len(stripped)
-            found.append((start, end))
-        return found
 
     def _by_prefix(self, turn: int) -> TextRange | None:
         try:

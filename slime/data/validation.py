@@ -76,7 +76,18 @@ def check_sample(sample: Sample, bounds: Bounds = UNBOUND) -> None:
         is_pair = isinstance(span, list | tuple) and len(span) == 2
         if not is_pair or not _is_one_of(span[0], (str, _NONE)) or not _is_one_of(span[1], (Integral,)):
             raise BadSample(f"version_spans has {span!r:.80}, expected [version, number of tokens]")
-    total, length = _check_ids(sample, bounds.vocab_size), sample.response_length
+    token_ids = _column(sample, "tokens")
+    if token_ids is None:
+        raise BadSample("tokens is None: it must be a list of token ids")
+    if len(token_ids):
+        if token_ids.ndim != 1 or token_ids.dtype.kind not in "iu":
+            raise BadSample("tokens must be a list of whole numbers")
+        low, high = _extent(sample, "tokens", token_ids)
+        if low < 0 or (bounds.vocab_size is not None and high >= bounds.vocab_size):
+            wrong = int(low if low < 0 else high)
+            known = "" if bounds.vocab_size is None else f": the vocabulary has {bounds.vocab_size} ids"
+            raise BadSample(f"tokens has {wrong}, which is not a token id{known}")
+    total, length = len(token_ids), sample.response_length
     if not 0 <= length <= total:
         raise BadSample(f"response_length is {length}, but there are {total} tokens")
     if length and length == total:
@@ -124,23 +135,6 @@ def reset_invalid_fields(sample: Sample) -> None:
 
 def _is_one_of(value: object, kinds: tuple[type, ...]) -> bool:
     return isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
-
-
-def _check_ids(sample: Sample, vocab_size: int | None) -> int:
-    """Validate the token ids and return their number."""
-    ids = _column(sample, "tokens")
-    if ids is None:
-        raise BadSample("tokens is None: it must be a list of token ids")
-    if not len(ids):
-        return 0
-    if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise BadSample("tokens must be a list of whole numbers")
-    low, high = _extent(sample, "tokens", ids)
-    if low < 0 or (vocab_size is not None and high >= vocab_size):
-        wrong = int(low if low < 0 else high)
-        known = "" if vocab_size is None else f": the vocabulary has {vocab_size} ids"
-        raise BadSample(f"tokens has {wrong}, which is not a token id{known}")
-    return len(ids)
 
 
 def _numbers(sample: Sample, name: str, length: int) -> np.ndarray | None:

@@ -8,14 +8,13 @@ value of an unsupported type raises a `UserError` that names it.
 from __future__ import annotations
 
 import threading
-from array import array
 from typing import Any
 
 import msgpack
 import numpy as np
 import zstandard
 
-from slime.data.columns import PackedArray
+from slime.data.columns import PackedArray, packed
 from slime.errors import UserError
 
 ARRAY, SCALAR, NUMBERS, TUPLE, BIG_INT = 1, 2, 3, 4, 5
@@ -107,28 +106,8 @@ def _plain(value: object, where: str) -> object:
 
 
 def _plain_list(value: list, where: str) -> object:
-    if len(value) >= _LIST_FROM:
-        kinds = set(map(type, value))
-        if kinds == {int}:
-            for code in (b"b", b"i", b"q"):
-                try:
-                    integers = array(code.decode(), value)
-                except OverflowError:
-                    continue
-                return msgpack.ExtType(NUMBERS, code + _little_endian(integers, code))
-        elif kinds == {float}:
-            floats = array("d", value)
-            wide = np.frombuffer(floats)
-            with np.errstate(over="ignore", invalid="ignore"):
-                narrow = wide.astype("<f4")
-            if bool((narrow == wide).all()) or np.array_equal(narrow.astype(np.float64), wide, equal_nan=True):
-                return msgpack.ExtType(NUMBERS, b"f" + narrow.tobytes())
-            return msgpack.ExtType(NUMBERS, b"d" + _little_endian(floats, b"d"))
-    return [_plain(item, where) for item in value]
-
-
-def _little_endian(numbers: array, code: bytes) -> bytes:
-    return np.frombuffer(numbers, dtype=numbers.typecode).astype(_NUMBER_TYPES[code], copy=False).tobytes()
+    numbers = packed(value, narrow=True) if len(value) >= _LIST_FROM else None
+    return [_plain(item, where) for item in value] if numbers is None else _plain(numbers, where)
 
 
 def _extension(code: int, parts: list[object]) -> msgpack.ExtType:

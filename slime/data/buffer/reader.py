@@ -119,23 +119,15 @@ class Reader:
 
     def count(self, choice: Choice) -> int:
         """Count the chosen samples."""
-        if choice.evaluations and not self._has_evaluations:
-            return 0
-        condition, values = choice.condition()
-        source = _OF_EVALUATIONS if choice.evaluations else _OF_TRAINING
-        return int(self._connection.execute(f"SELECT COUNT(*) {source} WHERE {condition}", values).fetchone()[0])
+        ((count,),) = self._found(choice, "COUNT(*)") or [(0,)]
+        return int(count)
 
     def samples(self, choice: Choice, limit: int | None = None) -> Iterator[JournaledSample]:
         """Iterate over the chosen samples in order."""
-        if choice.evaluations and not self._has_evaluations:
-            return
-        condition, values = choice.condition()
         source = _OF_EVALUATIONS if choice.evaluations else _OF_TRAINING
-        chosen = self._connection.execute(  # only ids, so that payloads are not sorted
-            f"SELECT s.id {source} WHERE {condition} ORDER BY {choice.order()} LIMIT ?",
-            [*values, -1 if limit is None else limit],
-        ).fetchall()
         place = "step, dataset" if choice.evaluations else "state, rollout_id, consumed_by"
+        # first only ids, so that payloads are not sorted
+        chosen = self._found(choice, "s.id", f"ORDER BY {choice.order()} LIMIT {-1 if limit is None else limit}")
         names = place.split(", ")
         for (row_id,) in chosen:
             row = self._connection.execute(f"SELECT {place}, {_COLUMNS} {source} WHERE s.id = ?", (row_id,)).fetchone()
@@ -145,6 +137,13 @@ class Reader:
             if choice.evaluations:
                 sample.journal_id = None  # it is an id of another table
             yield JournaledSample(sample, reward=columns[COLUMNS.index("reward")], **where)
+
+    def _found(self, choice: Choice, what: str, order: str = "") -> list[tuple[int]]:
+        if choice.evaluations and not self._has_evaluations:
+            return []
+        condition, values = choice.condition()
+        source = _OF_EVALUATIONS if choice.evaluations else _OF_TRAINING
+        return self._connection.execute(f"SELECT {what} {source} WHERE {condition} {order}", values).fetchall()
 
     def some_prompts(self, *, evaluations: bool, most: int = 20) -> list[str]:
         """Return prompts of recent samples, from which shared template text is detected."""

@@ -11,7 +11,6 @@ text.
 from __future__ import annotations
 
 import argparse
-import base64
 import json
 import os
 import sys
@@ -21,7 +20,6 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
 from rich.cells import cell_len
 from rich.console import Console, JustifyMethod
 from rich.markup import escape
@@ -237,7 +235,7 @@ def _parquet(path: Path, found: Iterable[JournaledSample]) -> int:
 def _fields(record: JournaledSample) -> JsonObject:
     """Return the place and all fields of a sample as JSON values."""
     sample = {
-        key: to_json(_without_bytes(value), f"sample {record.sample.index}, {key}")
+        key: to_json(value, f"sample {record.sample.index}, {key}", lossy=True)
         for key, value in record.sample.to_dict().items()
     }
     return {**_place(record), **sample}
@@ -248,18 +246,6 @@ def _place(record: JournaledSample) -> JsonObject:
     if record.dataset is not None:
         return {"step": record.step, "dataset": record.dataset}
     return {"state": record.state, "batch": record.rollout_id, "consumed_by": record.consumed_by}
-
-
-def _without_bytes(value: object) -> object:
-    """Convert bytes to base64 text and keys to text, which JSON requires."""
-    if isinstance(value, bytes):
-        return base64.b64encode(value).decode("ascii")
-    if isinstance(value, list | tuple):
-        plain = isinstance(value, list) and (not value or isinstance(value[0], int | float))
-        return value if plain else [_without_bytes(item) for item in value]
-    if isinstance(value, dict):
-        return {key if isinstance(key, str) else str(key): _without_bytes(item) for key, item in value.items()}
-    return value.item() if isinstance(value, np.generic) else value
 
 
 _STATUSES = (*(status.value for status in Sample.Status), GENERATED)
