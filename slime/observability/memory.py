@@ -21,6 +21,8 @@ from typing import Self, TextIO
 
 import psutil
 
+from slime.cluster.watchdog.background import Repeated
+
 INTERVAL_S = 0.05
 _WORTH_A_ROW = 64 * 2**20
 
@@ -50,11 +52,9 @@ class MemorySampler:
 
     def __init__(self, pids: Callable[[], Iterable[int]], *, interval_s: float = 1.0) -> None:
         self._pids = pids
-        self._interval_s = interval_s
         self._peak = 0
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._sample_until_stopped, name="memory-sampler", daemon=True)
-        self._thread.start()
+        self._sample()
+        self._sampling = Repeated("memory-sampler", self._sample, interval_s)
 
     @property
     def peak_bytes(self) -> int:
@@ -62,9 +62,8 @@ class MemorySampler:
 
     def stop(self) -> int:
         """Take a last sample, end the thread and return the peak. Safe to call again."""
-        if not self._stopped.is_set():
-            self._stopped.set()
-            self._thread.join()
+        if not self._sampling.is_stopped:
+            self._sampling.stop()
             self._sample()
         return self._peak
 
@@ -73,11 +72,6 @@ class MemorySampler:
 
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
-
-    def _sample_until_stopped(self) -> None:
-        self._sample()
-        while not self._stopped.wait(self._interval_s):
-            self._sample()
 
     def _sample(self) -> None:
         self._peak = max(self._peak, memory_bytes(self._pids()))
@@ -94,10 +88,7 @@ class PhaseMemory:
         self._phase = "start"
         self._written: tuple[str, dict[str, int]] = ("", {})
         self._peaks: dict[tuple[str, str], int] = {}
-        self._stopped = threading.Event()
-        self._interval_s = interval_s
-        self._thread = threading.Thread(target=self._sample_until_stopped, name="phase-memory", daemon=True)
-        self._thread.start()
+        self._sampling = Repeated("phase-memory", self._sample, interval_s)
 
     def enter(self, phase: str) -> None:
         """End the present phase and begin this one."""
@@ -112,9 +103,8 @@ class PhaseMemory:
 
     def close(self) -> None:
         """Stop sampling and close the file. Safe to call again."""
-        if not self._stopped.is_set():
-            self._stopped.set()
-            self._thread.join()
+        if not self._sampling.is_stopped:
+            self._sampling.stop()
             self._rows.close()
 
     def __enter__(self) -> Self:
@@ -122,10 +112,6 @@ class PhaseMemory:
 
     def __exit__(self, *_exc: object) -> None:
         self.close()
-
-    def _sample_until_stopped(self) -> None:
-        while not self._stopped.wait(self._interval_s):
-            self._sample()
 
     def _sample(self, next_phase: str | None = None) -> None:
         sizes = {name: used() for name, used in self._used.items()}

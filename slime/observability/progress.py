@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from slime.cluster.watchdog.background import Repeated
 from slime.observability.logs import ON_SCREEN
 from slime.observability.metric_format import (
     STEP_TIME,
@@ -153,14 +154,7 @@ class PlainProgress(TrackedProgress):
         self._shown_at_s: float | None = None
         self._held_back: str | None = None
         self._last_line_s = now()
-        self._closed = threading.Event()
-
-        def watch_silence() -> None:
-            wait_s = QUIET_S
-            while not self._closed.wait(wait_s):
-                wait_s = self.report_if_quiet()
-
-        threading.Thread(target=watch_silence, name="progress", daemon=True).start()
+        self._silence = Repeated("progress", self.report_if_quiet, QUIET_S)
 
     def status(self, part: str, text: str, *, busy: bool = True) -> None:
         with self._lock:
@@ -194,7 +188,7 @@ class PlainProgress(TrackedProgress):
         self._say(f"warning: {text}")
 
     def close(self) -> None:
-        self._closed.set()
+        self._silence.stop()
         with self._lock:
             self._show_held_back()
 
@@ -279,19 +273,16 @@ def print_summary(rows: Sequence[tuple[str, str]], *, title: str = "Summary", co
 @contextmanager
 def notify_if_slow(what: str, *, silent: bool = False, say: Callable[[str], None] | None = None) -> Iterator[None]:
     """Print `what` after a few seconds, and then every `QUIET_S`, until the body is done; nothing with `silent`."""
-    done = threading.Event()
     began = time.monotonic()
     show = say or (lambda text: print(text, flush=True))
 
-    def listen() -> None:
-        wait_s = FIRST_S
-        while not done.wait(wait_s):
-            show(f"[{format_seconds(time.monotonic() - began)}] {what}")
-            wait_s = QUIET_S
+    def notify() -> float:
+        show(f"[{format_seconds(time.monotonic() - began)}] {what}")
+        return QUIET_S
 
-    if not silent:
-        threading.Thread(target=listen, name="patience", daemon=True).start()
+    notices = None if silent else Repeated("patience", notify, FIRST_S)
     try:
         yield
     finally:
-        done.set()
+        if notices is not None:
+            notices.stop()

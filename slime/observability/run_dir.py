@@ -11,12 +11,12 @@ import contextlib
 import fcntl
 import os
 import socket
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from slime.cluster.watchdog.background import Repeated
 from slime.errors import UserError
 
 BEAT_S = 5.0
@@ -65,7 +65,6 @@ class RunDir(os.PathLike[str]):
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._lock_fd = -1
-        self._released = threading.Event()
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
             lock_fd = os.open(self.path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
@@ -82,8 +81,7 @@ class RunDir(os.PathLike[str]):
         os.ftruncate(lock_fd, 0)
         os.pwrite(lock_fd, f"{owner.pid} {owner.host} {owner.boot}\n".encode(), 0)
         self._lock_fd = lock_fd
-        self._beating = threading.Thread(target=self._beat, name="run-folder", daemon=True)
-        self._beating.start()
+        self._beating = Repeated("run-folder", self._beat, BEAT_S)
 
     def _claim(self, lock_fd: int) -> None:
         """Take the lock; from an owner on another machine only if it has no heartbeat."""
@@ -119,11 +117,8 @@ class RunDir(os.PathLike[str]):
             os.close(fd)
 
     def _beat(self) -> None:
-        while not self._released.wait(BEAT_S):
-            try:
-                os.utime(self._lock_fd)
-            except OSError:  # storage that is unreachable for a while: the next write reports it
-                continue
+        with contextlib.suppress(OSError):  # storage that is unreachable for a while: the next write reports it
+            os.utime(self._lock_fd)
 
     @property
     def logs(self) -> Path:
@@ -152,8 +147,7 @@ class RunDir(os.PathLike[str]):
     def release(self) -> None:
         """Release the folder for another run. Safe to call again."""
         if self._lock_fd >= 0:
-            self._released.set()
-            self._beating.join()
+            self._beating.stop()
             with contextlib.suppress(OSError):  # a full disk: then the next run checks for a heartbeat
                 os.ftruncate(self._lock_fd, 0)
             os.close(self._lock_fd)

@@ -111,3 +111,28 @@ def raise_failures() -> None:
     """Raise the error of a background that died, if any; waits for other things call this."""
     for dead in list(_failed_backgrounds.copy().values()):
         dead.check()
+
+
+class Repeated:
+    """A daemon thread that calls a function until `stop`: first after `interval_s`, then when the function says, which
+    may return the seconds until its next call, or again after `interval_s`."""
+
+    def __init__(self, name: str, act: Callable[[], float | None], interval_s: float) -> None:
+        self._stopped = threading.Event()
+
+        def repeat() -> None:
+            wait_s: float | None = None
+            while not self._stopped.wait(interval_s if wait_s is None else wait_s):
+                wait_s = act()
+
+        self._thread = threading.Thread(target=repeat, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped.is_set()
+
+    def stop(self) -> None:
+        """End the thread and wait for its end. Idempotent."""
+        self._stopped.set()
+        self._thread.join()
