@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from slime.cluster.watchdog import BackgroundDied, background, raise_failures, waiting
+from slime.cluster.watchdog.background import Repeated
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.event_loop import _LIMIT, DaemonThreads, LoopThread, LoopTimeout
@@ -257,3 +258,22 @@ loop.close()
 def test_hanging_thread_does_not_block_process_exit() -> None:
     done = subprocess.run([sys.executable, "-c", HANGS_AT_EXIT], capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout) == (0, "left behind\n")
+
+
+def test_repeated_call_chooses_its_pauses_and_ends_with_stop() -> None:
+    called, many = [], threading.Event()
+
+    def act() -> float | None:
+        called.append(threading.current_thread().name)
+        if len(called) == 5:
+            many.set()
+        return 3600.0 if len(called) == 5 else 0.0 if len(called) % 2 else None
+
+    repeated = Repeated("again", act, 0.01)
+    assert many.wait(120)
+    assert not repeated.is_stopped
+    repeated.stop()
+    repeated.stop()
+    assert repeated.is_stopped
+    assert called == ["again"] * 5
+    assert "again" not in {thread.name for thread in threading.enumerate()}

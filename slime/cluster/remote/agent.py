@@ -10,7 +10,8 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from slime.cluster.local import start_child
@@ -20,7 +21,7 @@ from slime.cluster.process import ChildProcess
 from slime.cluster.remote.files import FolderTransfer, Inventory, code_inventory, inventory, node_cache
 from slime.cluster.rpc.connect import connect_to
 from slime.errors import UserError
-from slime.storage.json_types import JsonMapping, JsonObject
+from slime.storage.json_types import JsonMapping
 
 MAX_LOG_CHUNK = 4 * 2**20
 RAY_VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
@@ -49,14 +50,11 @@ class NodeAgent:
         known: dict[str, Callable[..., object]] = {
             "start": self.start,
             "news": self.news,
-            "stop": self.stop,
-            "terminate": self.terminate,
-            "state": self.state,
-            "ask_for_stacks": self.ask_for_stacks,
+            **{name: partial(self._act_on, name) for name in ("stop", "terminate", "state", "ask_for_stacks")},
             "free_ports": free_ports,
             "sockets_at": sockets_at,
-            "inventory": lambda path: _message(inventory(Path(path))),
-            "code_inventory": lambda path: _message(code_inventory(Path(path))),
+            "inventory": lambda path: _key(inventory(Path(path))),
+            "code_inventory": lambda path: _key(code_inventory(Path(path))),
             "arrive": self.arrive,
             "write": self.write,
             "arrived": self.arrived,
@@ -103,21 +101,13 @@ class NodeAgent:
             found[number] = data, None if len(data) == MAX_LOG_CHUNK else code
         return found
 
-    def stop(self, number: int, grace_s: float) -> int | None:
-        return self._processes[number].stop(grace_s)
+    def _act_on(self, method: str, number: int, *args: object) -> object:
+        """Call a method of one of the processes."""
+        return getattr(self._processes[number], method)(*args)
 
-    def terminate(self, number: int) -> None:
-        self._processes[number].terminate()
-
-    def state(self, number: int) -> str:
-        return self._processes[number].state()
-
-    def ask_for_stacks(self, number: int) -> bool:
-        return self._processes[number].ask_for_stacks()
-
-    def arrive(self, name: str, message: JsonObject) -> tuple[str, bool]:
-        """Prepare to receive a folder of this inventory; return its path and True if it is there already."""
-        arrival = FolderTransfer(node_cache(), name, Inventory.from_message(message))
+    def arrive(self, name: str, files: Sequence[tuple[str, int, str]]) -> tuple[str, bool]:
+        """Prepare to receive a folder of these files; return its path and True if it is there already."""
+        arrival = FolderTransfer(node_cache(), name, Inventory(tuple(files)))
         if not arrival.is_there:
             arrival.begin()
             self._arrivals[str(arrival.final)] = arrival
@@ -150,8 +140,8 @@ class NodeAgent:
         shutil.rmtree(self._logs, ignore_errors=True)
 
 
-def _message(found: Inventory | None) -> JsonObject | None:
-    return None if found is None else found.to_message()
+def _key(found: Inventory | None) -> str | None:
+    return None if found is None else found.key
 
 
 def _remove_ray_variables() -> None:

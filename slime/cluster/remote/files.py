@@ -11,13 +11,12 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slime.errors import UserError
-from slime.storage.json_types import JsonObject
 
 SMALL_BYTES = 4 * 2**20
 CHUNK_BYTES = 8 * 2**20
@@ -43,13 +42,6 @@ class Inventory:
     @property
     def key(self) -> str:
         return hashlib.sha256(repr(self.files).encode()).hexdigest()[:24]
-
-    def to_message(self) -> JsonObject:
-        return {"files": [list(one) for one in self.files]}
-
-    @classmethod
-    def from_message(cls, message: JsonObject) -> Inventory:
-        return cls(tuple((str(name), int(size), str(digest)) for name, size, digest in message["files"]))
 
 
 def inventory(path: Path) -> Inventory | None:
@@ -141,14 +133,6 @@ class FolderTransfer:
         return whole / name if name else whole
 
 
-def chunks(path: Path, expected: Inventory) -> Iterator[tuple[str, bytes]]:
-    """Yield the content of a folder in chunks, each with the name of its file."""
-    for name, _, _ in expected.files:
-        with (path / name if name else path).open("rb") as file:
-            while data := file.read(CHUNK_BYTES):
-                yield name, data
-
-
 def copy_to_node(path: Path, call: AgentCall) -> str:
     """Return the path of this file or folder on the node of `call`: the same path if it is the same there, else a
     copy."""
@@ -173,12 +157,13 @@ def copy_code_to_node(folder: Path, call: AgentCall) -> str:
 
 
 def _copy_if_missing(path: Path, ours: Inventory, look: str, call: AgentCall) -> str:
-    theirs = call(look, str(path))
-    if theirs is not None and Inventory.from_message(theirs) == ours:
+    if call(look, str(path)) == ours.key:
         return str(path)
-    final, there = call("arrive", path.name, ours.to_message())
+    final, there = call("arrive", path.name, ours.files)
     if not there:
-        for name, data in chunks(path, ours):
-            call("write", final, name, data)
+        for name, _, _ in ours.files:
+            with (path / name if name else path).open("rb") as file:
+                while data := file.read(CHUNK_BYTES):
+                    call("write", final, name, data)
         call("arrived", final)
     return str(final)
