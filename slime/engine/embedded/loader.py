@@ -52,10 +52,11 @@ from slime.engine.embedded.model.self_test import (
 )
 from slime.engine.embedded.options import EngineOptions
 from slime.engine.embedded.scheduler import Scheduler
-from slime.engine.embedded.weights.folder import FolderTensor, list_folder_tensors, read_into
+from slime.engine.embedded.weights.folder import list_folder_tensors, read_into
 from slime.engine.embedded.weights.parameter_views import DirectViews, FolderViews
 from slime.errors import UserError
 from slime.models.folder import SAME_CODE, check_tokenizer_fits, quantization, read_config_json
+from slime.models.safetensors_io import StoredTensor
 from slime.models.shape import count_parameters
 from slime.storage.json_types import JsonMapping
 
@@ -141,7 +142,7 @@ class PlainFolder:
     path: str
     facts: JsonMapping
     block: FusedModelSpec
-    stored: Mapping[str, FolderTensor]
+    stored: Mapping[str, StoredTensor]
 
     @classmethod
     def at(cls, path: str, *, trust_remote_code: bool) -> PlainFolder | None:

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import os
-import struct
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -23,30 +21,15 @@ import torch
 
 from slime.cluster.devices import cpu_cores
 from slime.errors import UserError
-from slime.storage.json_types import JsonObject
+from slime.models.safetensors_io import StoredTensor, stored_tensors
 
 _PIECE = 1 << 22
 _MOST_THREADS = 8
 _BUFFERS = 2  # one is filled while the other is copied to the device
-_MOST_HEADER = 100 << 20
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class FolderTensor:
-    """The location of a tensor in a file, with its dtype and shape."""
-
-    file: Path
-    begin: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-def list_folder_tensors(folder: Path) -> dict[str, FolderTensor] | None:
+def list_folder_tensors(folder: Path) -> dict[str, StoredTensor] | None:
     """List the tensors of a folder by name; None if it has other than floating-point tensors in safetensors files."""
     try:
         index = folder / "model.safetensors.index.json"
@@ -55,39 +38,22 @@ def list_folder_tensors(folder: Path) -> dict[str, FolderTensor] | None:
             files = sorted(set(names.values())) if names else []
         else:
             names, files = None, ["model.safetensors"]
-        found: dict[str, FolderTensor] = {}
+        found: dict[str, StoredTensor] = {}
         for file in files:
-            header = _header(folder / file)
-            found |= {n: header[n] for n in header if names is None or names.get(n) == file}
-        return found if names is None or found.keys() == names.keys() else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+            stored = stored_tensors([folder / file])
+            found |= {name: one for name, one in stored.items() if names is None or names.get(name) == file}
+    except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+    is_whole = names is None or found.keys() == names.keys()
+    return found if is_whole and all(one.dtype in _DTYPES for one in found.values()) else None
 
 
-def _header(file: Path) -> dict[str, FolderTensor]:
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        (length,) = struct.unpack("<Q", stream.read(8))
-        if length > _MOST_HEADER:
-            raise ValueError(f"{file} is not a safetensors file: its header would have {length} bytes")
-        entries: JsonObject = json.loads(stream.read(length))
-    entries.pop("__metadata__", None)
-    found = {}
-    for name, entry in entries.items():
-        begin, end = entry["data_offsets"]
-        tensor = FolderTensor(file, 8 + length + begin, _DTYPES[entry["dtype"]], tuple(entry["shape"]))
-        if tensor.nbytes != end - begin or 8 + length + end > size:
-            raise ValueError(f"{name} is not within {file}")
-        found[name] = tensor
-    return found
-
-
-def read_into(targets: Mapping[str, torch.Tensor], stored: Mapping[str, FolderTensor]) -> int:
+def read_into(targets: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]) -> int:
     """Fill each target from the tensor of its name; returns the bytes read.
 
     Targets are contiguous and on one device.
     """
-    files = sorted({stored[name].file for name in targets})
+    files = sorted({stored[name].path for name in targets})
     device = next(iter(targets.values())).device
     opened: dict[Path, int] = {}
     try:
@@ -117,13 +83,13 @@ class _FilePiece:
         return self.target.numel() * self.dtype.itemsize
 
 
-def _pieces(targets: Mapping[str, torch.Tensor], stored: Mapping[str, FolderTensor]) -> Iterator[_FilePiece]:
+def _pieces(targets: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]) -> Iterator[_FilePiece]:
     for name, target in targets.items():
         tensor, flat = stored[name], target.detach().view(-1)
         step = _PIECE // tensor.dtype.itemsize
         for first in range(0, flat.numel(), step):
             begin = tensor.begin + first * tensor.dtype.itemsize
-            yield _FilePiece(tensor.file, begin, flat[first : first + step], tensor.dtype)
+            yield _FilePiece(tensor.path, begin, flat[first : first + step], tensor.dtype)
 
 
 class _PieceQueue:
