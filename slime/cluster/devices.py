@@ -123,7 +123,6 @@ def choose_dtype(dtype: str, device: str, parameters: int | None) -> tuple[str, 
 
 
 def resolve_dtype(dtype: str, device: str, parameters: int | None) -> str:
-    """Resolve `--dtype` to "float32" or "bfloat16"."""
     return choose_dtype(dtype, device, parameters)[0]
 
 

@@ -77,13 +77,11 @@ class Connections:
                 del self._busy[transport]
 
     def accept_on(self, listening: socket.socket, server: web.Server) -> None:
-        """Accept on a listening socket until `stop`."""
         listening.setblocking(False)
         task = asyncio.create_task(self._accept(listening, server))
         self._accepting[listening.fileno()] = listening, task
 
     async def stop(self, listening: socket.socket) -> None:
-        """Stop accepting on this socket, and close it."""
         _, task = self._accepting.pop(listening.fileno())
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
@@ -176,7 +174,6 @@ async def bind_sockets(host: str, port: int) -> list[socket.socket]:
 
 
 def bind_unix_socket(path: Path) -> socket.socket:
-    """Open a listening Unix socket at a path."""
     one = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     one.bind(str(path))
     one.listen(BACKLOG)

@@ -22,12 +22,10 @@ _LAST_AUTOMATIC = 31999
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a port that is free now."""
     return free_ports(1, host)[0]
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Return `count` different ports that are free now."""
     candidates = list(range(_FIRST_AUTOMATIC, _LAST_AUTOMATIC + 1))
     random.SystemRandom().shuffle(candidates)
     found: list[int] = []

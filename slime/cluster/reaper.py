@@ -262,7 +262,6 @@ def guarded_child(guard_pid: int) -> int | None:
 
 
 def oldest_child(parent_pid: int) -> int | None:
-    """Return the oldest child of a process, or None."""
     ages = [(began, pid) for pid, parent, began in process_table() if parent == parent_pid]
     return min(ages)[1] if ages else None
 

@@ -129,7 +129,6 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0, **kwargs: object) -> object:
 
 
 def _sources(tensors: Sequence[Tensor]) -> list[Source] | None:
-    """The sources of tensors that are all lazy; else None."""
     found = [tensor.source for tensor in tensors if isinstance(tensor, LazyTensor)]
     return found if found and len(found) == len(tensors) else None
 

@@ -40,7 +40,6 @@ class Lora:
 
 
 def is_adapter(parameter: str) -> bool:
-    """True if a parameter is one of the two adapter matrices."""
     return parameter.endswith((LORA_A, LORA_B))
 
 

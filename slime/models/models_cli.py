@@ -128,7 +128,6 @@ def model_script(model: PublishedModel) -> str:
 
 
 def model_scripts() -> dict[str, str]:
-    """The scripts of all models, by file name."""
     return {f"{name}.sh": model_script(model) for name, model in published_models().items()}
 
 

@@ -192,7 +192,6 @@ class FolderDraft:
         return self.replace_target()
 
     def replace_target(self) -> Path:
-        """Move the folder to its target as it is."""
         mark_written(self.staging)
         fsync_path(self.staging)
         refuse_to_replace(self.target)  # again: it may have changed during the write

@@ -69,7 +69,6 @@ class ModelShape:
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> ModelShape:
-        """The shape of the model in a Hugging Face folder."""
         folder = Path(folder)
         try:
             config = json.loads((folder / "config.json").read_text(encoding="utf-8"))

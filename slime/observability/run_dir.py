@@ -39,7 +39,6 @@ class Owner:
 
     @classmethod
     def here(cls) -> Self:
-        """Return this process as an owner."""
         boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
         return cls(str(os.getpid()), socket.gethostname(), boot)
 

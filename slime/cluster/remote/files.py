@@ -109,7 +109,6 @@ class FolderTransfer:
             place.touch()
 
     def write(self, name: str, data: bytes) -> None:
-        """Append to one of the files."""
         if name not in {file for file, _, _ in self.expected.files}:
             raise UserError(f"{name} is not in the inventory of {self.final.name}")
         with self._place(name).open("ab") as file:

@@ -36,7 +36,6 @@ _ACCEPT_AGAIN_S = 0.1
 
 
 def add_channel_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a program that serves a channel."""
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument(FD_FLAG, type=int, help="inherited socket to the driver")
     where.add_argument(CONNECT_FLAG, help="HOST:PORT/NAME of the driver; the run's token is in the environment")

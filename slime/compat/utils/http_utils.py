@@ -66,7 +66,6 @@ def init_http_client(args: Any) -> None:
 
 
 def get_rollout_num_engines(args: Any) -> int:
-    """Return the number of engines of a run."""
     return num_engines(args)
 
 

@@ -29,7 +29,6 @@ def get_seqlen_balanced_partitions(
 
 
 def get_reverse_idx(idx_map: Sequence[int]) -> list[int]:
-    """Return the inverse permutation of `idx_map`."""
     back = [0] * len(idx_map)
     for place, index in enumerate(idx_map):
         back[index] = place

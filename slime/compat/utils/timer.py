@@ -37,7 +37,6 @@ class Timer(metaclass=SingletonMeta):
         self.timers[name] = self.timers.get(name, 0.0) + elapsed_time
 
     def reset(self, name: str | None = None) -> None:
-        """Reset the seconds of one name, or of all."""
         if name is None:
             self.timers = {}
         else:

@@ -188,7 +188,6 @@ class Blob:
 
 
 def encode(changes: TensorDiff, encoding: str) -> Blob:
-    """Encode the changes of a tensor as a blob."""
     if encoding == "xor":
         difference = changes.difference
         if difference is None:

@@ -113,7 +113,6 @@ def join_parts(
 
 
 def write_index(folder: Path, index: DeltaIndex) -> Path:
-    """Write the index of a delta folder."""
     metadata = {
         "version": f"{index.version:06d}",
         "base_version": f"{index.base_version:06d}",

@@ -181,7 +181,6 @@ def latent_fields(config: HfConfig) -> Fields:
 
 
 def moe_layers(config: HfConfig) -> tuple[int, ...]:
-    """The layers that have experts."""
     dense = config.get("mlp_only_layers") or ()
     step, first = config.get("decoder_sparse_step") or 1, config.get("first_k_dense_replace") or 0
     kinds = config.get("mlp_layer_types")

@@ -146,7 +146,6 @@ def read_index(folder: Path) -> dict[str, IndexedTensor]:
 
 
 def _check_sizes(values: Any) -> tuple[int, ...]:
-    """Check that values of an index are sizes."""
     numbers = tuple(values)
     if not all(type(number) is int and number >= 0 for number in numbers):
         raise ValueError(f"{numbers} are not sizes")

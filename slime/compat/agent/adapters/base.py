@@ -163,7 +163,6 @@ class BaseAdapter:
     async def _respond(
         self, request: web.Request, held: OpenSession, dialect: Dialect, asked: Asked
     ) -> web.StreamResponse:
-        """Sample a turn and respond with it."""
         if asked.count_only:
             return json_response(dialect.counted(await held.count_tokens(asked.request)))
         return await answer_turn(request, held, dialect, asked, self.tokenizer)
