@@ -21,7 +21,6 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -124,22 +123,6 @@ class HostRegion:
 ALIGNMENT = 512  # of device tensors, as in torch's own allocator
 
 
-class MemoryDriver(Protocol):
-    """The calls of `CudaDriver` that a device region makes."""
-
-    def granularity(self) -> int: ...
-
-    def reserve(self, size: int) -> int: ...
-
-    def create(self, size: int) -> int: ...
-
-    def map(self, address: int, size: int, handle: int) -> None: ...
-
-    def unmap(self, address: int, size: int) -> None: ...
-
-    def release(self, handle: int) -> None: ...
-
-
 def align_up(size: int, multiple: int = ALIGNMENT) -> int:
     return -(-size // multiple) * multiple
 
@@ -147,7 +130,7 @@ def align_up(size: int, multiple: int = ALIGNMENT) -> int:
 class AddressRange:
     """Reserved device addresses that get physical memory from the front on demand."""
 
-    def __init__(self, driver: MemoryDriver, size: int) -> None:
+    def __init__(self, driver: CudaDriver, size: int) -> None:
         self._driver = driver
         self._granularity = driver.granularity()
         self._size = align_up(size, self._granularity)
