@@ -8,15 +8,15 @@ more than a proof is disconnected and delays no other. Any number of clients use
 from __future__ import annotations
 
 import argparse
+import asyncio
+import contextlib
 import hmac
 import os
 import secrets
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from slime.cluster.rpc.channel import Channel, ChannelClosed, ChannelTimeout
 from slime.errors import UserError
@@ -87,21 +87,11 @@ def connect(host: str, port: int, *, name: str, token: str, timeout_s: float = 6
         raise
 
 
-@dataclass
-class _PendingConnection:
-    """A connection that is not authenticated yet."""
-
-    sock: socket.socket
-    challenge: bytes
-    deadline: float
-    said: bytes = b""
-
-
 class Listener:
     """Accepts processes that know the token, each once, by the name it is expected under.
 
-    One thread reads from all unauthenticated connections. Beyond `_MOST_STRANGERS` of them the oldest are disconnected:
-    a proof takes only one round trip.
+    An event loop in one thread serves all unauthenticated connections. Beyond `_MOST_STRANGERS` of them the oldest are
+    disconnected: a proof takes only one round trip.
     """
 
     def __init__(self, address: str, token: str) -> None:
@@ -112,13 +102,10 @@ class Listener:
         self._came: dict[str, Channel] = {}
         self._expected: set[str] = set()
         self._changed = threading.Condition()
-        self._strangers: dict[socket.socket, _PendingConnection] = {}  # oldest first
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._socket, selectors.EVENT_READ)
-        self._waker, wakened = socket.socketpair()
-        self._selector.register(wakened, selectors.EVENT_READ)
-        self._is_closed = False
-        self._thread = threading.Thread(target=self._serve, args=(wakened,), name="cluster-listener", daemon=True)
+        self._strangers: dict[asyncio.Task[None], None] = {}  # oldest first
+        self._loop = asyncio.new_event_loop()
+        self._serving = self._loop.create_task(self._serve())
+        self._thread = threading.Thread(target=self._run, name="cluster-listener", daemon=True)
         self._thread.start()
 
     def connect_arguments(self, name: str) -> Sequence[str]:
@@ -130,19 +117,17 @@ class Listener:
 
     def wait_for(self, name: str, timeout_s: float) -> Channel:
         """Wait for the channel of the process of this name; raises `ChannelTimeout`."""
-        deadline = time.monotonic() + timeout_s
         with self._changed:
-            while name not in self._came:
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
-                    self._expected.discard(name)
-                    raise ChannelTimeout(f"{name} did not connect to {self.address}:{self.port} in {timeout_s:g} s")
+            if not self._changed.wait_for(lambda: name in self._came, timeout_s):
+                self._expected.discard(name)
+                raise ChannelTimeout(f"{name} did not connect to {self.address}:{self.port} in {timeout_s:g} s")
             return self._came.pop(name)
 
     def close(self) -> None:
         """Accept no more connections and close unclaimed channels. Idempotent."""
-        self._is_closed = True
-        self._waker.close()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._serving.cancel)
+            self._thread.join()
         with self._changed:
             unclaimed, self._came = list(self._came.values()), {}
             self._expected.clear()
@@ -151,83 +136,63 @@ class Listener:
 
     # the thread
 
-    def _serve(self, wakened: socket.socket) -> None:
-        while not self._is_closed:
-            now = time.monotonic()
-            for pending in [one for one in self._strangers.values() if one.deadline <= now]:
-                self._disconnect(pending)
-            nearest = min((one.deadline for one in self._strangers.values()), default=None)
-            for key, _ in self._selector.select(None if nearest is None else nearest - now):
-                if key.fileobj is self._socket:
-                    self._accept()
-                elif isinstance(key.data, _PendingConnection):
-                    self._hear(key.data)
-        for pending in list(self._strangers.values()):
-            self._disconnect(pending)
-        self._selector.close()
-        self._socket.close()
-        wakened.close()
+    def _run(self) -> None:
+        with self._socket, contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._serving)
+        self._loop.close()
 
-    def _accept(self) -> None:
-        most = _MOST_STRANGERS + len(self._expected)
+    async def _serve(self) -> None:
         try:
-            sock, _ = self._socket.accept()
-        except (BlockingIOError, ConnectionError):  # the client is gone already
-            return
-        except OSError:  # no descriptor is left
-            if not self._strangers:
-                time.sleep(_ACCEPT_AGAIN_S)
-            most = len(self._strangers) - 1
-        else:
-            sock.setblocking(False)
-            pending = _PendingConnection(sock, secrets.token_bytes(_CHALLENGE_BYTES), time.monotonic() + _PROOF_S)
-            self._strangers[sock] = pending
-            self._selector.register(sock, selectors.EVENT_READ, pending)
-            try:
-                sock.sendall(pending.challenge)
-            except OSError:
-                self._disconnect(pending)
-        while self._strangers and len(self._strangers) > most:
-            self._disconnect(next(iter(self._strangers.values())))
+            while True:
+                most = _MOST_STRANGERS + len(self._expected)
+                try:
+                    sock, _ = await self._loop.sock_accept(self._socket)
+                    greeting = self._loop.create_task(self._greet(sock))
+                    self._strangers[greeting] = None
+                    greeting.add_done_callback(lambda done: self._strangers.pop(done, None))
+                except ConnectionError:  # the client is gone already
+                    continue
+                except OSError:  # no descriptor is left
+                    if not self._strangers:
+                        await asyncio.sleep(_ACCEPT_AGAIN_S)
+                    most = len(self._strangers) - 1
+                await self._disconnect(list(self._strangers)[: max(0, len(self._strangers) - max(0, most))])
+        finally:
+            await self._disconnect(list(self._strangers))
 
-    def _hear(self, pending: _PendingConnection) -> None:
-        if pending.sock not in self._strangers:
-            return  # disconnected since `select` returned
-        try:
-            said = pending.sock.recv(_PROOF_BYTES + _CHALLENGE_BYTES + _NAME_BYTES - len(pending.said))
-            pending.said += said
-            if not said:
-                self._disconnect(pending)
-            elif len(pending.said) == _PROOF_BYTES + _CHALLENGE_BYTES + _NAME_BYTES:
-                self._admit(pending)
-        except BlockingIOError:
-            return
-        except OSError:
-            self._disconnect(pending)
+    async def _disconnect(self, strangers: Sequence[asyncio.Task[None]]) -> None:
+        for stranger in strangers:
+            del self._strangers[stranger]
+            stranger.cancel()
+        await asyncio.gather(*strangers, return_exceptions=True)
 
-    def _admit(self, pending: _PendingConnection) -> None:
+    async def _greet(self, sock: socket.socket) -> None:
         """Check the client's proof, answer with the driver's proof, and publish the channel."""
-        proof, theirs = pending.said[:_PROOF_BYTES], pending.said[_PROOF_BYTES : _PROOF_BYTES + _CHALLENGE_BYTES]
-        name = pending.said[_PROOF_BYTES + _CHALLENGE_BYTES :].rstrip(b"\0").decode(errors="replace")
-        with self._changed:
-            knows = hmac.compare_digest(proof, _proof(self._token, b"client", pending.challenge))
-            if not knows or name not in self._expected:
-                self._disconnect(pending)
-                return
-            pending.sock.sendall(_proof(self._token, b"driver", theirs))
-            self._forget(pending)
-            pending.sock.setblocking(True)
-            self._expected.discard(name)
-            self._came[name] = _channel(pending.sock)
-            self._changed.notify_all()
-
-    def _forget(self, pending: _PendingConnection) -> None:
-        if self._strangers.pop(pending.sock, None) is not None:
-            self._selector.unregister(pending.sock)
-
-    def _disconnect(self, pending: _PendingConnection) -> None:
-        self._forget(pending)
-        pending.sock.close()
+        challenge, said = secrets.token_bytes(_CHALLENGE_BYTES), b""
+        is_admitted = False
+        try:
+            async with asyncio.timeout(_PROOF_S):
+                await self._loop.sock_sendall(sock, challenge)
+                while missing := _PROOF_BYTES + _CHALLENGE_BYTES + _NAME_BYTES - len(said):
+                    more = await self._loop.sock_recv(sock, missing)
+                    if not more:
+                        return
+                    said += more
+            proof, theirs = said[:_PROOF_BYTES], said[_PROOF_BYTES : _PROOF_BYTES + _CHALLENGE_BYTES]
+            name = said[_PROOF_BYTES + _CHALLENGE_BYTES :].rstrip(b"\0").decode(errors="replace")
+            with self._changed:
+                knows = hmac.compare_digest(proof, _proof(self._token, b"client", challenge))
+                if knows and name in self._expected:
+                    sock.sendall(_proof(self._token, b"driver", theirs))
+                    self._came[name] = _channel(sock)
+                    is_admitted = True
+                    self._expected.discard(name)
+                    self._changed.notify_all()
+        except (OSError, TimeoutError):
+            return
+        finally:
+            if not is_admitted:
+                sock.close()
 
 
 def _channel(sock: socket.socket) -> Channel:
