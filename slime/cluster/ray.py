@@ -278,7 +278,7 @@ class RayCluster:
             logger.info("%s has no slime or a different one: sending this one", facts.name)
             parent = _first_answer(facts, actor.unpack.remote(_zipped(PACKAGE), self._digest, PACKAGE.name))
         _first_answer(facts, actor.begin.remote(parent, os.getcwd()))
-        agent = RayAgent(facts, actor)
+        agent = partial(_call_agent, f"{facts.name} ({facts.address})", actor)
         node = RemoteNode(facts.name, facts.address, surveyed["cores"], agent, self._listener, self._token)
         node.sockets = self._ask(node, "sockets_at", facts.address)
         self._remotes[facts.id] = node
@@ -304,25 +304,17 @@ class RayCluster:
                 node.paths[path] = there
 
 
-class RayAgent:
-    """Calls the agent of one node, which is a Ray actor."""
-
-    def __init__(self, facts: NodeInfo, actor: ActorHandle) -> None:
-        self._name = f"{facts.name} ({facts.address})"
-        self._actor = actor
-
-    def call(self, method: str, *args: object, timeout_s: float = 60.0) -> Any:
-        try:
-            kind, value = ray.get(self._actor.call.remote(method, *args), timeout=timeout_s)
-        except GetTimeoutError as error:
-            raise NodeTimeout(f"the node {self._name} did not answer {method} in {timeout_s:g} s") from error
-        except RayError as error:
-            raise NodeLost(f"the node {self._name} cannot be reached: {_first_line(error)}") from error
-        if kind == OK:
-            return value
-        raise (
-            UserError(value) if kind == USER_ERROR else RunFailed(f"{method} on the node {self._name} failed: {value}")
-        )
+def _call_agent(name: str, actor: ActorHandle, method: str, *args: object, timeout_s: float = 60.0) -> Any:
+    """Call the agent of one node, which is a Ray actor."""
+    try:
+        kind, value = ray.get(actor.call.remote(method, *args), timeout=timeout_s)
+    except GetTimeoutError as error:
+        raise NodeTimeout(f"the node {name} did not answer {method} in {timeout_s:g} s") from error
+    except RayError as error:
+        raise NodeLost(f"the node {name} cannot be reached: {_first_line(error)}") from error
+    if kind == OK:
+        return value
+    raise UserError(value) if kind == USER_ERROR else RunFailed(f"{method} on the node {name} failed: {value}")
 
 
 def device_holder() -> type:

@@ -44,7 +44,7 @@ def near() -> Iterator[InProcessAgent]:
 @pytest.fixture
 def node(near: InProcessAgent) -> Iterator[RemoteNode]:
     listener = Listener("127.0.0.1", "token")
-    node = RemoteNode("far", "127.0.0.1", 2, near, listener, "token")
+    node = RemoteNode("far", "127.0.0.1", 2, near.call, listener, "token")
     yield node
     node.close()
     listener.close()

@@ -65,8 +65,7 @@ def test_trainers_share_a_node_and_engines_have_their_own(cluster: Cluster, tmp_
         assert process.tail().split() == [os.getcwd(), str(slime.__file__), os.environ.get("OMP_NUM_THREADS"), "False"]
         assert len(set(node.free_ports(3))) == 3
 
-        agent = node.agent if isinstance(node, RemoteNode) else None
-        assert agent is not None
+        assert isinstance(node, RemoteNode)
         sleeper = node.start(python("sleeper", "import time; time.sleep(600)"), tmp_path / "sleeper.log")
         child = psutil.Process(sleeper.pid)
         os.kill(sleeper.pid, signal.SIGKILL)  # the agent survives its child

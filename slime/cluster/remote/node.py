@@ -14,9 +14,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from slime.cluster.node import NodeLost, ProcessCommand
+from slime.cluster.remote.files import AgentCall
 from slime.cluster.rpc.channel import Channel, ChannelTimeout
 from slime.cluster.rpc.connect import Listener
 from slime.cluster.watchdog.stacks import log_tail, process_registry
@@ -36,26 +37,20 @@ class NodeTimeout(NodeLost):
     """Raised when the node does not answer in time."""
 
 
-class Agent(Protocol):
-    """Calls a `slime.cluster.remote.agent.NodeAgent`."""
-
-    def call(self, method: str, *args: object, timeout_s: float = 60.0) -> Any:
-        """Call a method of the agent.
-
-        Raises the agent's `UserError` or `RunFailed`, `NodeLost` if the node is gone, and `NodeTimeout` on a timeout.
-        """
-
-
 class RemoteNode:
-    """A machine of the run other than the driver's. Its processes connect to the driver's `listener`."""
+    """A machine of the run other than the driver's. Its processes connect to the driver's `listener`.
+
+    `agent(method, *args, timeout_s=...)` calls a method of its `slime.cluster.remote.agent.NodeAgent`. It raises the
+    agent's `UserError` or `RunFailed`, `NodeLost` if the node is gone, and `NodeTimeout` on a timeout.
+    """
 
     is_here = False
 
-    def __init__(self, name: str, address: str, cores: int, agent: Agent, listener: Listener, token: str) -> None:
+    def __init__(self, name: str, address: str, cores: int, agent: AgentCall, listener: Listener, token: str) -> None:
         self.name = name
         self.address = address
         self.cores = cores
-        self.agent = agent
+        self._agent = agent
         self.sockets: Mapping[str, str] = {}
         self.paths: dict[str, str] = {}
         """Folders of the driver's machine, with their paths there."""
@@ -101,7 +96,7 @@ class RemoteNode:
         if self.is_lost:
             raise NodeLost(f"the node {self.name} is gone")
         try:
-            return self.agent.call(method, *args, timeout_s=timeout_s)
+            return self._agent(method, *args, timeout_s=timeout_s)
         except NodeTimeout:
             raise  # it may be busy: only the log polling decides
         except NodeLost as error:
@@ -122,7 +117,7 @@ class RemoteNode:
             self._pump.join(STOP_S)
         if not self.is_lost:
             try:
-                self.agent.call("close", timeout_s=STOP_S)
+                self._agent("close", timeout_s=STOP_S)
             except (NodeLost, RunFailed) as error:
                 logger.info("%s", error)
 
