@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Self
 
 from rich.console import Console
 from rich.table import Table
@@ -40,13 +40,6 @@ QUIET_S = 30.0
 _IDLE_TEXTS = {"", "idle", "done", "waiting", "ready"}
 
 logger = logging.getLogger("slime.progress")
-
-
-class Activity(NamedTuple):
-    """The activity of a part, and whether the part is busy."""
-
-    text: str
-    busy: bool = True
 
 
 Source = Callable[[], tuple[str, bool] | None]
@@ -106,9 +99,10 @@ class ProgressRow:
     since_s: float = 0.0
     source: Source | None = None
 
-    def doing(self) -> Activity:
+    def doing(self) -> tuple[str, bool]:
+        """Return the present activity, and whether the part is busy."""
         found = None if self.source is None else self.source()
-        return Activity(self.text, self.busy and self.text not in _IDLE_TEXTS) if found is None else Activity(*found)
+        return (self.text, self.busy and self.text not in _IDLE_TEXTS) if found is None else found
 
 
 class TrackedProgress(Progress):
@@ -201,10 +195,10 @@ class PlainProgress(TrackedProgress):
             self._show_held_back()
             lines = []
             for name, part in self._parts.items():
-                doing = part.doing()
-                if doing.busy:
-                    since = "" if doing.text != part.text else f" (for {format_seconds(self._now() - part.since_s)})"
-                    lines.append(f"{name}: {doing.text}{since}")
+                text, is_busy = part.doing()
+                if is_busy:
+                    since = "" if text != part.text else f" (for {format_seconds(self._now() - part.since_s)})"
+                    lines.append(f"{name}: {text}{since}")
             self._line("; ".join(lines) or "running")
             return QUIET_S
 
@@ -231,15 +225,11 @@ class StepClock:
     def __init__(self, total: int, start: int, now: Callable[[], float] = time.monotonic) -> None:
         self.total = total
         self.done = 0
-        self._next = start
+        self.position = start
+        """Rollouts that are done, including those before a resume."""
         self._now = now
         self._started = now()
         self._steps_began = self._started
-
-    @property
-    def position(self) -> int:
-        """Rollouts that are done, including those before a resume."""
-        return self._next
 
     @property
     def elapsed_s(self) -> float:
@@ -250,13 +240,13 @@ class StepClock:
         if self.done == 0 and seconds is not None:
             self._steps_began = max(self._started, self._now() - seconds)
         self.done += 1
-        self._next = step + 1
+        self.position = step + 1
 
     @property
     def eta_s(self) -> float | None:
         if self.done == 0:
             return None
-        return (self._now() - self._steps_began) / self.done * (self.total - self._next)
+        return (self._now() - self._steps_began) / self.done * (self.total - self.position)
 
 
 def print_summary(rows: Sequence[tuple[str, str]], *, title: str = "Summary", console: Console | None = None) -> None:
