@@ -1,6 +1,7 @@
-"""The table of docs/models.md: what `slime plan` says of each published model on the GPUs that its layout is for.
+"""The tables of docs/models.md: what `slime plan` says of each published model on the GPUs that its layout is for, and
+with `--families` the engine and backends that support each family.
 
-    python tools/model_plans.py
+    python tools/model_plans.py [--families]
 
 The workload is 32 prompts x 8 samples of up to 8,192 response tokens, packed to 16,384 tokens a pass of the processes
 that share it, activations of whole layers recomputed, trainers and engines on the same GPUs, of which engines give
@@ -10,6 +11,7 @@ their memory back while the others train.
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +19,7 @@ from pathlib import Path
 from slime.config import parse_args
 from slime.driver.plan.megatron import estimate_trainer
 from slime.models.catalog import PublishedModel, published_models
+from slime.models.families.family import FAMILIES
 from slime.models.models_cli import layout_words
 from slime.models.shape import ModelShape
 
@@ -40,7 +43,16 @@ LETTERS = {
 
 
 def main() -> None:
-    print(table(), end="")
+    print(families_table() if sys.argv[1:] == ["--families"] else table(), end="")
+
+
+def families_table() -> str:
+    lines = ["| family | `model_type` | embedded engine | FSDP | Megatron |", "|---|---|---|---|---|"]
+    for family in FAMILIES:
+        kinds = ", ".join(f"`{kind}`" for kind in family.model_types)
+        runs = [said or "yes" for said in (family.support.engine, family.support.fsdp, family.support.megatron)]
+        lines.append(f"| {family.name} | {kinds} | {' | '.join(runs)} |")
+    return "\n".join(lines) + "\n"
 
 
 def table() -> str:

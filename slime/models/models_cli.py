@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from slime.models.catalog import PublishedModel, published_model, published_models
-from slime.models.families.family import FAMILIES, family_of
+from slime.models.families.family import family_of
 from slime.models.shape import ModelShape
 from slime.storage.json_types import JsonObject
 
@@ -196,14 +196,4 @@ def table() -> str:
         total, active = shape.num_parameters or 0, shape.active_parameters or 0
         family = family_of(model.config).name
         lines.append(f"{name:<26}{family:<20}{total / 1e9:>10.2f} B{active / 1e9:>8.2f} B{shape.num_layers or 0:>8}")
-    return "\n".join(lines) + "\n"
-
-
-def families_markdown() -> str:
-    """The table of docs/models.md: the engine and backends that support each family."""
-    lines = ["| family | `model_type` | embedded engine | FSDP | Megatron |", "|---|---|---|---|---|"]
-    for family in FAMILIES:
-        kinds = ", ".join(f"`{kind}`" for kind in family.model_types)
-        runs = [said or "yes" for said in (family.support.engine, family.support.fsdp, family.support.megatron)]
-        lines.append(f"| {family.name} | {kinds} | {' | '.join(runs)} |")
     return "\n".join(lines) + "\n"

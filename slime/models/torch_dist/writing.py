@@ -15,7 +15,7 @@ import os
 import pickle
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Self
 
 import torch
 from torch import Tensor
@@ -49,73 +49,63 @@ def write_release(
     sources: Mapping[str, Source], entries: Iterable[ParameterEntry], target: Path, *, dtype: torch.dtype, alike: bool
 ) -> Path:
     """Write the parameters of `entries` in `dtype`, from a folder's tensors; `alike`: all layers are of one kind."""
+    own = [entry for entry in entries if not entry.is_copy]
+    layers, experts = count_rows([entry.megatron for entry in own])
+    places = {
+        entry.megatron: place_to_write(entry.megatron, layers=layers, experts=experts, alike=alike) for entry in own
+    }
     with FolderDraft.begin(None, target) as draft:
-        _ReleaseWriter(draft.staging / RELEASE, list(entries), dtype=dtype, alike=alike).write(sources)
+        folder = draft.staging / RELEASE
+        folder.mkdir()
+        with _BlockWriter(folder) as writer:
+            for entry in own:
+                absent = next((name for name in entry.hf if name not in sources), None)
+                if absent is not None:
+                    raise UserError(f"the model folder lacks {absent}, which {entry.megatron} needs: download it again")
+                shard = entry.form.shard([sources[name].shape for name in entry.hf], 0, 1)
+                joined = shard.join([sources[entry.hf[share.source]].read(share.region) for share in shard.shares])
+                writer.add(places[entry.megatron], joined.to(dtype) if joined.is_floating_point() else joined)
+            writer.add_extra_states(places.values())
+        index = Metadata(writer.tensors, None, writer.stored, StorageMeta(), CURRENT_DCP_VERSION)
+        (folder / INDEX).write_bytes(pickle.dumps(index))
+        torch.save(_COMMON, folder / "common.pt")
+        (folder / "metadata.json").write_text(json.dumps(_FORMAT | _COMMON_FORMAT))
+        for name in (INDEX, "common.pt", "metadata.json"):
+            fsync_path(folder / name)
+        fsync_path(folder)
         (draft.staging / LATEST).write_text(RELEASE)
         return draft.replace_target()
 
 
-class _ReleaseWriter:
-    """Writes the tensors, the index and the other files of one `release` folder."""
+class _BlockWriter:
+    """Writes blocks into the files of one `release` folder, each file synced to disk; `tensors` and `stored` are the
+    entries of its index."""
 
-    def __init__(self, folder: Path, entries: list[ParameterEntry], *, dtype: torch.dtype, alike: bool) -> None:
-        folder.mkdir(parents=True)
+    def __init__(self, folder: Path) -> None:
+        self.tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self.stored: dict[MetadataIndex, _StorageInfo] = {}
         self._folder = folder
-        self._entries = [entry for entry in entries if not entry.is_copy]
-        self._dtype = dtype
-        names = [entry.megatron for entry in self._entries]
-        layers, experts = count_rows(names)
-        self._places = {name: place_to_write(name, layers=layers, experts=experts, alike=alike) for name in names}
-        self._tensors: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        self._stored: dict[MetadataIndex, _StorageInfo] = {}
         self._file: BinaryIO | None = None
         self._files = 0
 
-    def write(self, sources: Mapping[str, Source]) -> None:
-        for entry in self._entries:
-            self._add(self._places[entry.megatron], self._parameter(entry, sources))
-        self._add_extra_states()
-        if self._file is not None:
-            self._close(self._file)
-        index = Metadata(self._tensors, None, self._stored, StorageMeta(), CURRENT_DCP_VERSION)
-        (self._folder / INDEX).write_bytes(pickle.dumps(index))
-        torch.save(_COMMON, self._folder / "common.pt")
-        (self._folder / "metadata.json").write_text(json.dumps(_FORMAT | _COMMON_FORMAT))
-        for name in (INDEX, "common.pt", "metadata.json"):
-            fsync_path(self._folder / name)
-        fsync_path(self._folder)
-
-    def _parameter(self, entry: ParameterEntry, sources: Mapping[str, Source]) -> Tensor:
-        absent = next((name for name in entry.hf if name not in sources), None)
-        if absent is not None:
-            raise UserError(f"the model folder lacks {absent}, which {entry.megatron} needs: download it again")
-        shard = entry.form.shard([sources[name].shape for name in entry.hf], 0, 1)
-        parts = [sources[entry.hf[share.source]].read(share.region) for share in shard.shares]
-        joined = shard.join(parts)
-        return joined.to(self._dtype) if joined.is_floating_point() else joined
-
-    def _add(self, place: CheckpointPlace, tensor: Tensor) -> None:
+    def add(self, place: CheckpointPlace, tensor: Tensor) -> None:
         rows, shape = place.rows, tuple(tensor.shape)
         whole = torch.Size((*rows, *shape))
         offset = torch.Size((*place.row, *(0 for _ in shape)))
         properties = TensorProperties(dtype=tensor.dtype)
-        entry = self._tensors.setdefault(place.key, TensorStorageMetadata(properties, whole, []))
+        entry = self.tensors.setdefault(place.key, TensorStorageMetadata(properties, whole, []))
         assert isinstance(entry, TensorStorageMetadata)
         if entry.size != whole or entry.properties.dtype != tensor.dtype:
             raise UserError(f"{place.key} is {tuple(whole)} in one layer and {tuple(entry.size)} in another")
         size = torch.Size((*(1 for _ in rows), *shape))
         entry.chunks.append(ChunkStorageMetadata(offset, size))
         index = MetadataIndex(place.key, offset, len(entry.chunks) - 1)
-        content = io.BytesIO()
-        torch.save(tensor.reshape(size).contiguous().clone(), content)
-        self._stored[index] = self._save_bytes(content.getbuffer())
+        self.stored[index] = self._save(tensor.reshape(size).contiguous().clone())
 
-    def _add_extra_states(self) -> None:
+    def add_extra_states(self, places: Iterable[CheckpointPlace]) -> None:
         """Add an empty extra state for every layer that computes: Megatron's layers request it by name."""
-        nothing = io.BytesIO()
-        torch.save([None], nothing)
-        stored = self._save_bytes(nothing.getbuffer())
-        for place in self._places.values():
+        stored = self._save([None])
+        for place in places:
             module = place.key.rpartition(".")[0]
             modules = [module]
             if module.endswith("self_attention.linear_proj"):
@@ -123,13 +113,15 @@ class _ReleaseWriter:
             where, count = (place.row, place.rows) if place.rows else ((0,), (1,))
             shard = f"shard_{'.'.join(map(str, where))}_{'.'.join(map(str, count))}"
             for one in modules:
-                self._tensors[f"{one}._extra_state/{shard}"] = BytesStorageMetadata()
-                self._stored[MetadataIndex(f"{one}._extra_state/{shard}")] = stored
+                self.tensors[f"{one}._extra_state/{shard}"] = BytesStorageMetadata()
+                self.stored[MetadataIndex(f"{one}._extra_state/{shard}")] = stored
 
-    def _save_bytes(self, content: memoryview) -> _StorageInfo:
+    def _save(self, value: object) -> _StorageInfo:
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        content = buffer.getbuffer()
         if self._file is not None and self._file.tell() + len(content) > FILE_BYTES:
-            self._close(self._file)
-            self._file = None
+            self._close()
         if self._file is None:
             self._file = (self._folder / f"__0_{self._files}.distcp").open("wb")
             self._files += 1
@@ -137,7 +129,15 @@ class _ReleaseWriter:
         self._file.write(content)
         return _StorageInfo(Path(self._file.name).name, begin, len(content))
 
-    def _close(self, file: BinaryIO) -> None:
-        file.flush()
-        os.fsync(file.fileno())
-        file.close()
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._close()
