@@ -45,9 +45,9 @@ def free_range(first: int, count: int = 1) -> int:
     raise UserError(f"there are no {count} free ports in a row from {first} on")
 
 
-def port_is_free(port: int, host: str = "127.0.0.1") -> bool:
-    """Return True if a server can listen on this port now."""
-    return _bind_error(host, port) is None
+def port_is_free(port: int) -> bool:
+    """Return True if a server can listen on this port of loopback now."""
+    return _bind_error("127.0.0.1", port) is None
 
 
 def host_address() -> str:

@@ -236,13 +236,6 @@ class ProcessSet:
     def __iter__(self) -> Iterator[NodeProcess]:
         return iter(tuple(self._processes))
 
-    def __len__(self) -> int:
-        return len(self._processes)
-
-    def died(self) -> NodeProcess | None:
-        """Return the first process that has ended, or None while all run."""
-        return next((process for process in self._processes if process.poll() is not None), None)
-
     def stop(self, grace_s: float = 5.0) -> None:
         """Stop all, last started first; a failure to stop one does not prevent stopping the others."""
         atexit.unregister(self.stop)

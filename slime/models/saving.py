@@ -2,8 +2,7 @@
 
 Invariant: the folder at the target path is either the old one or the complete new one, never a half-written mixture.
 Only a folder that slime wrote, and to which nothing was added since, is ever replaced. At most one shard of tensors is
-held in memory, every name is written exactly once, and a file is complete (and, unless `sync` is off, on disk) before
-its path is returned.
+held in memory, every name is written exactly once, and a file is complete and on disk before its path is returned.
 """
 
 from __future__ import annotations
@@ -30,14 +29,11 @@ NamedTensors = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 class ShardWriter:
     """Collects tensors and writes `{prefix}-{i:05d}.safetensors` whenever `max_bytes` would be passed."""
 
-    def __init__(
-        self, folder: Path, *, prefix: str, max_bytes: int, dtype: torch.dtype | None, sync: bool = True
-    ) -> None:
+    def __init__(self, folder: Path, *, prefix: str, max_bytes: int, dtype: torch.dtype | None) -> None:
         self.folder = folder
         self.prefix = prefix
         self.max_bytes = max_bytes
         self.dtype = dtype
-        self.sync = sync
         self.paths: list[Path] = []
         self.weight_map: dict[str, str] = {}
         self._pending: dict[str, torch.Tensor] = {}
@@ -68,8 +64,7 @@ class ShardWriter:
         path = self.folder / f"{self.prefix}-{len(self.paths) + 1:05d}.safetensors"
         noted = {NOTES: json.dumps(self._notes)} if self._notes else {}
         save_file(self._pending, path, metadata={"format": "pt"} | noted)
-        if self.sync:
-            fsync_path(path)
+        fsync_path(path)
         self.weight_map.update(dict.fromkeys(self._pending, path.name))
         self.paths.append(path)
         self._pending, self._notes = {}, {}
@@ -130,19 +125,17 @@ def save_hf_folder(
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     quantization: Callable[[], JsonObject] | None = None,
-    beside: AddFiles | None = None,
 ) -> Path:
     """Save HF-named tensors (a mapping or a stream of pairs) with the small files of `source_folder` to `out`.
 
     Tensors are converted to `dtype`, unless there is a `quantization`, which returns the config's entry at the end.
-    `beside` adds more files to the folder before it replaces the target.
     """
     with FolderDraft.begin(source_folder, out) as draft:
         writer = draft.writer(dtype if quantization is None else None, max_shard_bytes=max_shard_bytes)
         for name, tensor in state_dict.items() if isinstance(state_dict, Mapping) else state_dict:
             writer.add(name, tensor)
         writer.finish()
-        return draft.finish(dtype, None if quantization is None else quantization(), beside)
+        return draft.finish(dtype, None if quantization is None else quantization())
 
 
 class FolderDraft:

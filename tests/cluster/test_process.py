@@ -250,8 +250,8 @@ def test_control_pipes_do_not_leak_into_other_children(log_path: Path) -> None:
         second = processes.keep(python("second", listing, log_path).start())
         assert wait_until(lambda: bool(second.tail()), 120)
         assert second.tail() == "['0', '1', '2', '3']"  # 3 is the descriptor of the listing
-        assert len(processes) == 2
-        assert processes.died() is None
+        assert list(processes) == [first, second]
+        assert first.poll() is None
     assert first.poll() is not None
     assert second.poll() is not None
 

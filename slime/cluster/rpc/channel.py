@@ -54,9 +54,9 @@ class Channel:
         self._reading: Generator[None, None, object] | None = None
 
     @classmethod
-    def from_fd(cls, fd: int, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Self:
+    def from_fd(cls, fd: int) -> Self:
         """Take over an inherited socket descriptor (the child's side of `channel_pair`)."""
-        return cls(socket.socket(fileno=fd), max_bytes=max_bytes)
+        return cls(socket.socket(fileno=fd))
 
     def fileno(self) -> int:
         return self._sock.fileno()

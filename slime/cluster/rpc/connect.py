@@ -30,6 +30,7 @@ _CHALLENGE_BYTES = 32
 _PROOF_BYTES = 32
 _NAME_BYTES = 64
 _PROOF_S = 10.0
+_CONNECT_S = 60.0
 _MOST_STRANGERS = 256
 """Unauthenticated connections allowed in addition to the expected ones."""
 _ACCEPT_AGAIN_S = 0.1
@@ -62,10 +63,10 @@ def connect_to(where: str, token: str) -> Channel:
     return connect(host.strip("[]"), int(port), name=name, token=token)
 
 
-def connect(host: str, port: int, *, name: str, token: str, timeout_s: float = 60.0) -> Channel:
+def connect(host: str, port: int, *, name: str, token: str) -> Channel:
     """Connect to the listener at this address under a name it expects; raises `ChannelClosed` if it refuses."""
-    deadline = time.monotonic() + timeout_s
-    sock = socket.create_connection((host, port), timeout=timeout_s)
+    deadline = time.monotonic() + _CONNECT_S
+    sock = socket.create_connection((host, port), timeout=_CONNECT_S)
     try:
         theirs = _receive_exactly(sock, _CHALLENGE_BYTES, deadline)
         ours = secrets.token_bytes(_CHALLENGE_BYTES)

@@ -87,10 +87,10 @@ def down_rule(megatron: str, hf: str, layers: Layers, *, experts: int = 0) -> Ru
     return Rule(target, (name,), RowParallel(), tuple(layers), experts, stacked=stacked)
 
 
-def mlp_rules(layers: Layers, *, has_bias: bool = False, norm: str = "post_attention_layernorm") -> tuple[Rule, ...]:
+def mlp_rules(layers: Layers, *, has_bias: bool = False) -> tuple[Rule, ...]:
     """Rules of the dense feed-forward with the norm before it."""
     rules = (
-        layer_rule("mlp.linear_fc1.layer_norm_weight", f"{norm}.weight", Replicated(), layers),
+        layer_rule("mlp.linear_fc1.layer_norm_weight", "post_attention_layernorm.weight", Replicated(), layers),
         gate_up_rule("mlp", "mlp", layers),
         down_rule("mlp", "mlp", layers),
     )

@@ -40,9 +40,8 @@ def all_layers(config: HfConfig) -> tuple[int, ...]:
     return tuple(range(require_field(config, "num_hidden_layers")))
 
 
-def is_tied(config: HfConfig, *, default: bool = False) -> bool:
-    tied = config.get("tie_word_embeddings")
-    return tied if isinstance(tied, bool) else default
+def is_tied(config: HfConfig) -> bool:
+    return config.get("tie_word_embeddings") is True
 
 
 def decoder_fields(config: HfConfig) -> Fields:
