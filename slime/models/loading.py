@@ -30,12 +30,9 @@ from slime.models.folder import (
     first_line,
     read_config_json,
 )
-from slime.models.saving import save_hf_folder
 
 REPORT_OPTIONS = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 """Puts mismatches into transformers' report, for `check_complete`: transformers' own error names no tensor."""
-
-__all__ = ["load_causal_lm", "load_config", "read_config_json", "save_hf_folder"]
 
 
 def load_config(folder: str | Path, *, trust_remote_code: bool = False) -> PretrainedConfig:

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from slime.errors import UserError
-from slime.models.loading import load_config, split_fused_weights
+from slime.models.loading import load_config, persistent_buffers, split_fused_weights
 from slime.models.saving import FolderDraft
 from slime.storage.json_types import JsonMapping
 
@@ -49,10 +49,8 @@ def write_random_model(config: JsonMapping, folder: Path, *, dtype: str = "bfloa
             writer = draft.writer(getattr(torch, dtype))
             device = "cuda" if torch.cuda.is_available() else "cpu"
             chance = torch.Generator(device).manual_seed(seed)
-            tensors = dict(model.named_parameters())  # names a tied parameter once
-            buffers = dict(model.named_buffers())
-            tensors |= {name: buffers[name] for name in model.state_dict() if name in buffers}
-            in_folder = split_fused_weights(model, {name: tensor.detach() for name, tensor in tensors.items()})
+            tensors = [*model.named_parameters(), *persistent_buffers(model)]  # names a tied parameter once
+            in_folder = split_fused_weights(model, {name: tensor.detach() for name, tensor in tensors})
             for name, tensor in in_folder.items():
                 if tensor.device.type == "meta":  # matrices get normal random numbers, others zeros
                     tensor = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)

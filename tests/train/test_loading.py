@@ -13,8 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from slime.errors import UserError
-from slime.models.loading import load_causal_lm, save_hf_folder
+from slime.models.loading import load_causal_lm
 from slime.models.meta_model import load_meta_model
+from slime.models.saving import save_hf_folder
 from slime.storage.files import MANIFEST
 
 Folder = Callable[[str], Path]
