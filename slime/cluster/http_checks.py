@@ -45,7 +45,7 @@ def foreign(headers: Mapping[str, str], *, names: Collection[str] = ()) -> Refus
 
 
 def foreign_page(headers: Mapping[str, str]) -> Refusal | None:
-    """Reject a request from a page of another origin; programs send no `DispatchedSample`."""
+    """Reject a request from a page of another origin; programs send no `Origin`."""
     origin, host = headers.get("Origin"), headers.get("Host", "")
     if origin is None or origin.lower() in (f"http://{host.lower()}", f"https://{host.lower()}"):
         return None
