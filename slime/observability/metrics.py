@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import numpy as np
 
@@ -24,16 +24,6 @@ from slime.observability.trackers import TensorBoardTracker, WandbTracker
 from slime.storage.json_types import JsonMapping, JsonObject
 
 Scalar = float | int | str | None
-
-
-class Tracker(Protocol):
-    """A view that receives one record at a time."""
-
-    def write(self, record: JsonMapping) -> None: ...
-
-    def write_completions(self, record: JsonMapping) -> None: ...
-
-    def close(self) -> None: ...
 
 
 class MetricsLog:
@@ -56,7 +46,7 @@ class MetricsLog:
         self.kept: list[JsonObject] = kept
         """Records that an earlier attempt of the run has written."""
         self.wandb_run_id: str | None = None
-        self._trackers: list[Tracker] = []
+        self._trackers: list[TensorBoardTracker | WandbTracker] = []
         if config.use_tensorboard:
             names = [name for name in (config.tb_project_name, config.tb_experiment_name) if name]
             self._trackers.append(TensorBoardTracker(Path(folder, "tensorboard", *names), kept, completions))

@@ -72,14 +72,16 @@ class Shard(Protocol):
         """Split the parameter into the tensors of `shares`, which may be views and not contiguous."""
 
 
-class Form(Protocol):
+class Form:
     """A way to shard a parameter over tensor-parallel ranks."""
 
     def shard(self, shapes: Sequence[Shape], rank: int, size: int) -> Shard:
         """The part that rank `rank` of `size` holds, given the whole shapes of the folder's tensors."""
+        raise NotImplementedError
 
     def of_expert(self, expert: int) -> Form:
-        """The form for one expert, if a tensor of the folder holds all experts of a layer."""
+        """The form for one expert; another one only if a tensor of the folder holds all experts of a layer."""
+        return self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +194,7 @@ def rank_interval(lane: Lane, rank: int, size: int) -> Lane:
     return found
 
 
-class LaneForm:
+class LaneForm(Form):
     """Base of forms that consist of lanes along one dimension."""
 
     dim = 0
@@ -204,20 +206,14 @@ class LaneForm:
         held = [stretch for lane in self.lanes(shapes, size) for stretch in rank_interval(lane, rank, size)]
         return SpanShard(self.dim, tuple(map(tuple, shapes)), tuple(held))
 
-    def of_expert(self, expert: int) -> Form:
-        return self
-
 
 @dataclasses.dataclass(frozen=True)
-class Replicated:
+class Replicated(Form):
     """Replicated on every rank: norms, routers, biases of row-parallel layers, scalars."""
 
     def shard(self, shapes: Sequence[Shape], rank: int, size: int) -> Shard:
         rows = shapes[0][0] if shapes[0] else 1
         return SpanShard(0, (tuple(shapes[0]),), (SourceSpan(0, 0, rows),), is_copy=rank > 0)
-
-    def of_expert(self, expert: int) -> Form:
-        return self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,16 +296,13 @@ class Qkv(LaneForm):
 
 
 @dataclasses.dataclass(frozen=True)
-class InterleavedGateUp:
+class InterleavedGateUp(Form):
     """Gate and up projections with interleaved rows in one tensor, as in gpt-oss."""
 
     def shard(self, shapes: Sequence[Shape], rank: int, size: int) -> Shard:
         ((rows, *rest),) = shapes
         (held,) = rank_interval([SourceSpan(0, 0, rows // 2)], rank, size)
         return InterleavedShard(2 * held.begin, (2 * held.length, *rest))
-
-    def of_expert(self, expert: int) -> Form:
-        return self
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,7 +326,7 @@ class InterleavedShard:
 
 
 @dataclasses.dataclass(frozen=True)
-class StackedExperts:
+class StackedExperts(Form):
     """One expert's part of tensors that hold all experts of a layer along their first dimension."""
 
     inner: Form
