@@ -1,7 +1,8 @@
 """Builds the model of a folder on the meta device, with a source to read each of its weights from.
 
 Invariant: the numbers of the sources are, bit for bit, those that `load_causal_lm` would have loaded: transformers
-itself loads the model, from lazy tensors. Weights are on the meta device; buffers have their values.
+itself loads the model, from lazy tensors, and so tells where each weight comes from, which a model made on the meta
+device alone (such as by accelerate's `init_empty_weights`) does not. Buffers have their values.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Reads regions of the tensors in safetensors files, and quantises to and from blocks of 8-bit floats.
 
 Invariant: reading a region loads only its rows along the first dimension. The region has its own memory and no file is
-mapped, so a region that is freed costs no memory.
+mapped, as `safetensors.safe_open` does, so a region that is freed costs no memory.
 
 Blocks of 8-bit floats have one scale per block of 128 x 128, as DeepSeek V3 and its successors are stored:
 

@@ -1,7 +1,8 @@
 """Background threads and tasks whose failure is re-raised to waiters.
 
 Invariant: the exception of a failed background is stored, with its traceback, until its owner closes it, and every
-wait that calls `raise_failures` raises it. A cancelled or closed background is not a failure.
+wait that calls `raise_failures` raises it. A cancelled or closed background is not a failure. Threads are daemons of
+their own, not workers of a pool (such as anyio's), which a hanging one would keep and which the exit would wait for.
 """
 
 from __future__ import annotations
