@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 import slime.utils.external_utils.command_utils as U
-from slime.cluster.command_line import parsed_env, shown, words_of
 from slime.errors import UserError
+from slime.utils.external_utils.command_utils import parsed_env, shown, words_of
 
 SCRIPT = """\
 import json, os, sys
