@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from slime.models.families.tp_sharding import Region, whole_region
-from slime.models.lazy_tensor import LazyTensor
+from slime.models.meta_model import LazyTensor
 from slime.models.tensor_sources import DerivedSource, Source, memory_source, read_whole
 
 ONE, TWO = torch.arange(24.0).reshape(4, 6), torch.arange(24.0, 48.0).reshape(4, 6)
