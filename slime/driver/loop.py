@@ -60,10 +60,9 @@ from slime.observability.logs import configure_logging, repeated_warnings
 from slime.observability.memory import MemorySampler, PhaseMemory, memory_sources
 from slime.observability.metrics import MetricsLog, idle_seconds, read_metrics, straggler_seconds
 from slime.observability.plots import RunPlots
-from slime.observability.progress import Progress, notify_if_slow
+from slime.observability.progress import Progress, make_progress, notify_if_slow
 from slime.observability.run_dir import RunDir
 from slime.observability.summary import show_summary
-from slime.observability.terminal import make_progress
 from slime.rollout.debug_data import (
     PER_DATASET,
     PER_ROLLOUT,

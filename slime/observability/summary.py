@@ -8,10 +8,11 @@ from statistics import fmean
 from typing import Protocol
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from slime.config import Config
 from slime.observability.metric_format import format_seconds
-from slime.observability.progress import print_summary
 from slime.storage.json_types import JsonMapping, JsonObject
 
 
@@ -58,6 +59,17 @@ def show_summary(
     if config.save_hf is not None and result.metrics:
         rows.append(("model", config.save_hf.format(rollout_id=(config.num_rollout or 1) - 1)))
     print_summary(rows, title="Finished", console=console)
+
+
+def print_summary(rows: Sequence[tuple[str, str]], *, title: str = "Summary", console: Console | None = None) -> None:
+    """Print a two-column table at the end of a run."""
+    console = console or Console(highlight=False)
+    table = Table(title=title, title_justify="left", title_style="bold", show_header=False, min_width=40)
+    table.add_column(style="cyan" if console.is_terminal else None, no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(Text(name), Text(value))
+    console.print(table)
 
 
 def merge_records(

@@ -13,11 +13,12 @@ from slime.observability.progress import (
     QUIET_S,
     PlainProgress,
     Progress,
+    RichProgress,
     StepClock,
+    make_progress,
     notify_if_slow,
-    print_summary,
 )
-from slime.observability.terminal import RichProgress, make_progress
+from slime.observability.summary import print_summary
 
 METRICS = {
     "rollout/raw_reward": 0.51234,
