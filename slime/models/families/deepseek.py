@@ -5,6 +5,8 @@ GLM-5 and DeepSeek V3.2 attend only to the tokens that an indexer picks (DSA).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from slime.models.families.blocks import edge_rules, latent_attention_rules, layer_rule, sigmoid_moe_rules
 from slime.models.families.hf_config import (
     all_layers,
@@ -40,15 +42,13 @@ DEEPSEEK_V3 = Family(
     stop_tokens=("<｜end▁of▁sentence｜>",),
     ignored=multi_token_layers,
 )
-KIMI_K2 = Family(
+KIMI_K2 = replace(
+    DEEPSEEK_V3,
     name="Kimi K2",
     model_types=("kimi_k2",),
-    fields=latent_moe_fields,
-    rules=latent_moe_rules,
     tool_format="kimi_k2",
     reasoning_format="kimi_k2",
     stop_tokens=("<|im_end|>", "[EOS]"),
-    ignored=multi_token_layers,
 )
 
 _INDEXER = {
@@ -102,14 +102,13 @@ GLM5 = Family(
     stop_tokens=("<|endoftext|>", "<|user|>", "<|observation|>"),
     ignored=multi_token_layers,
 )
-DEEPSEEK_V32 = Family(
+DEEPSEEK_V32 = replace(
+    DEEPSEEK_V3,
     name="DeepSeek V3.2",
     model_types=("deepseek_v32",),
     fields=sparse_attention_fields,
     rules=sparse_attention_rules,
     tool_format="deepseekv32",
     reasoning_format="deepseek-v3",
-    stop_tokens=("<｜end▁of▁sentence｜>",),
     support=Support(fsdp=_OTHER_ROTATION, megatron=_OTHER_ROTATION),
-    ignored=multi_token_layers,
 )

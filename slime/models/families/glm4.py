@@ -6,6 +6,8 @@ GLM-4.7-Flash has latent attention.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from slime.models.families.blocks import (
     HF_LAYER,
     MEGATRON_LAYER,
@@ -83,23 +85,21 @@ def glm4_moe_rules(config: HfConfig) -> tuple[Rule, ...]:
     return (*edge_rules(config), *attention, *sigmoid_moe_rules(config))
 
 
-GLM4_MOE = Family(
+GLM4_MOE = replace(
+    GLM4,
     name="GLM-4.5 / 4.6 / 4.7",
     model_types=("glm4_moe",),
     fields=glm4_moe_fields,
     rules=glm4_moe_rules,
     tool_format="glm45",
     reasoning_format="glm45",
-    stop_tokens=("<|endoftext|>", "<|user|>", "<|observation|>"),
     ignored=multi_token_layers,
 )
-GLM4_MOE_LITE = Family(
+GLM4_MOE_LITE = replace(
+    GLM4_MOE,
     name="GLM-4.7-Flash",
     model_types=("glm4_moe_lite",),
     fields=latent_moe_fields,
     rules=latent_moe_rules,
     tool_format="glm47",
-    reasoning_format="glm45",
-    stop_tokens=("<|endoftext|>", "<|user|>", "<|observation|>"),
-    ignored=multi_token_layers,
 )

@@ -12,6 +12,7 @@ from slime.errors import UserError
 from slime.models.families.weight_map import Fields, HfConfig, Ignored
 from slime.storage.json_types import JsonObject
 
+BEYOND_NEXT = "it predicts a token beyond the next, which training does not use"
 _ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 
 
@@ -247,7 +248,4 @@ def multi_token_layers(config: HfConfig) -> tuple[Ignored, ...]:
     """The multi-token prediction layers of a folder, which follow the layers that the model runs."""
     count = config.get("num_nextn_predict_layers") or config.get("num_mtp_layers") or 0
     first = int(require_field(config, "num_hidden_layers"))
-    return tuple(
-        Ignored(f"model.layers.{layer}.", "it predicts a token beyond the next, which training does not use")
-        for layer in range(first, first + count)
-    )
+    return tuple(Ignored(f"model.layers.{layer}.", BEYOND_NEXT) for layer in range(first, first + count))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from slime.models.families.blocks import HF_LAYER, MEGATRON_LAYER, attention_rules, edge_rules, layer_rule
 from slime.models.families.hf_config import (
+    BEYOND_NEXT,
     all_layers,
     decoder_fields,
     head_dim,
@@ -61,5 +62,5 @@ MINIMAX_M2 = Family(
     reasoning_format="minimax",
     stop_tokens=("[e~[",),
     support=Support(megatron="MiniMax M2 normalises all heads of a token together; Megatron-Core has no such layer"),
-    ignored=lambda config: (Ignored("mtp.", "it predicts a token beyond the next, which training does not use"),),
+    ignored=lambda config: (Ignored("mtp.", BEYOND_NEXT),),
 )

@@ -7,6 +7,8 @@ interleaved with gated attention, and zero-centered norms.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from slime.errors import UserError
 from slime.models.families.blocks import (
     HF_LAYER,
@@ -19,6 +21,7 @@ from slime.models.families.blocks import (
     mlp_rules,
 )
 from slime.models.families.hf_config import (
+    BEYOND_NEXT,
     all_layers,
     decoder_fields,
     moe_fields,
@@ -74,26 +77,13 @@ QWEN2 = Family(
     reasoning_format=None,
     stop_tokens=("<|im_end|>", "<|endoftext|>"),
 )
-QWEN2_MOE = Family(
-    name="Qwen2-MoE",
-    model_types=("qwen2_moe",),
-    fields=qwen2_moe_fields,
-    rules=qwen2_moe_rules,
-    tool_format="qwen25",
-    reasoning_format=None,
-    stop_tokens=("<|im_end|>", "<|endoftext|>"),
-)
-MIMO = Family(
+QWEN2_MOE = replace(QWEN2, name="Qwen2-MoE", model_types=("qwen2_moe",), fields=qwen2_moe_fields, rules=qwen2_moe_rules)
+MIMO = replace(
+    QWEN2,
     name="MiMo",
     model_types=("mimo",),
-    fields=qwen2_fields,
-    rules=qwen2_rules,
-    tool_format="qwen25",
     reasoning_format="mimo",
-    stop_tokens=("<|im_end|>", "<|endoftext|>"),
-    ignored=lambda config: (
-        Ignored("model.mtp_layers.", "it predicts a token beyond the next, which training does not use"),
-    ),
+    ignored=lambda config: (Ignored("model.mtp_layers.", BEYOND_NEXT),),
 )
 
 
@@ -128,24 +118,10 @@ def qwen3_moe_rules(config: HfConfig) -> tuple[Rule, ...]:
     return (*edge_rules(config), *_qwen3_attention_rules(config), *expert_rules(config))
 
 
-QWEN3 = Family(
-    name="Qwen3",
-    model_types=("qwen3",),
-    fields=qwen3_fields,
-    rules=qwen3_rules,
-    tool_format="qwen25",
-    reasoning_format="qwen3",
-    stop_tokens=("<|im_end|>", "<|endoftext|>"),
+QWEN3 = replace(
+    QWEN2, name="Qwen3", model_types=("qwen3",), fields=qwen3_fields, rules=qwen3_rules, reasoning_format="qwen3"
 )
-QWEN3_MOE = Family(
-    name="Qwen3-MoE",
-    model_types=("qwen3_moe",),
-    fields=qwen3_moe_fields,
-    rules=qwen3_moe_rules,
-    tool_format="qwen25",
-    reasoning_format="qwen3",
-    stop_tokens=("<|im_end|>", "<|endoftext|>"),
-)
+QWEN3_MOE = replace(QWEN3, name="Qwen3-MoE", model_types=("qwen3_moe",), fields=qwen3_moe_fields, rules=qwen3_moe_rules)
 
 
 def linear_layers(config: HfConfig) -> tuple[int, ...]:
@@ -236,38 +212,31 @@ def qwen3_5_moe_rules(config: HfConfig) -> tuple[Rule, ...]:
 
 def unused_tensors_of_qwen3_5(config: HfConfig) -> tuple[Ignored, ...]:
     return (
-        Ignored("mtp.", "it predicts a token beyond the next, which training does not use"),
+        Ignored("mtp.", BEYOND_NEXT),
         Ignored("model.visual.", "it reads images, which text does not use"),
     )
 
 
-QWEN3_NEXT = Family(
+QWEN3_NEXT = replace(
+    QWEN3,
     name="Qwen3-Next",
     model_types=("qwen3_next",),
     fields=qwen3_5_moe_fields,
     rules=qwen3_next_rules,
-    tool_format="qwen25",
-    reasoning_format="qwen3",
-    stop_tokens=("<|im_end|>", "<|endoftext|>"),
     ignored=unused_tensors_of_qwen3_5,
 )
-QWEN3_5 = Family(
+QWEN3_5 = replace(
+    QWEN3_NEXT,
     name="Qwen3.5 / 3.6",
     model_types=("qwen3_5", "qwen3_5_text"),
     fields=qwen3_5_fields,
     rules=qwen3_5_rules,
     tool_format="qwen3_coder",
-    reasoning_format="qwen3",
-    stop_tokens=("<|im_end|>", "<|endoftext|>"),
-    ignored=unused_tensors_of_qwen3_5,
 )
-QWEN3_5_MOE = Family(
+QWEN3_5_MOE = replace(
+    QWEN3_5,
     name="Qwen3.5-MoE / 3.6-MoE",
     model_types=("qwen3_5_moe", "qwen3_5_moe_text"),
     fields=qwen3_5_moe_fields,
     rules=qwen3_5_moe_rules,
-    tool_format="qwen3_coder",
-    reasoning_format="qwen3",
-    stop_tokens=("<|im_end|>", "<|endoftext|>"),
-    ignored=unused_tensors_of_qwen3_5,
 )
