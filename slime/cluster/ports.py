@@ -13,8 +13,6 @@ import random
 import socket
 from urllib.parse import urlsplit
 
-import psutil
-
 from slime.errors import UserError
 
 _FIRST_AUTOMATIC = 15000
@@ -103,6 +101,8 @@ def sockets_at(address: str) -> dict[str, str]:
 
 def interface_with(address: str) -> str | None:
     """Return the name of this machine's network interface with the address, or None."""
+    import psutil  # here, because all processes import this file
+
     wanted = ipaddress.ip_address(address)
     for name, found in psutil.net_if_addrs().items():
         for one in found:
