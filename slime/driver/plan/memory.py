@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import psutil
+
 from slime.cluster.devices import resolve_dtype
 from slime.config import Config
 from slime.config.algorithm import has_critic, needs_reference
@@ -357,11 +359,6 @@ def longest_sample(config: Config) -> int:
     return sum(bound for bound in bounds if bound is not None) or _SFT_DEFAULT_LENGTH
 
 
-def available_memory() -> int | None:
-    """Return the bytes of main memory that are available without swapping; None if unknown."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as stream:
-            fields = dict(line.split(":", 1) for line in stream)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        return None
+def available_memory() -> int:
+    """Return the bytes of main memory that are available without swapping."""
+    return int(psutil.virtual_memory().available)
