@@ -70,6 +70,64 @@ class Calls:
         return index
 
 
+class ParameterSchemas:
+    """Parameter types of tools (function schemas in OpenAI's form), for formats that write values without quotes."""
+
+    def __init__(self, tools: Sequence[JsonMapping]) -> None:
+        self._properties: dict[str, JsonMapping] = {}
+        for tool in tools:
+            function = tool.get("function")
+            if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+                parameters = function.get("parameters")
+                properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+                self._properties[function["name"]] = properties if isinstance(properties, Mapping) else {}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._properties
+
+    def __bool__(self) -> bool:
+        return bool(self._properties)
+
+    def value(self, tool: str, parameter: str, text: str) -> str:
+        """Convert an unquoted value to JSON text, by the type of the parameter.
+
+        The value is a string if the schema says so, does not have the parameter, or has a type that does not fit.
+        """
+        types = _schema_types(self._properties.get(tool, {}).get(parameter))
+        word = text.strip()
+        if "null" in types and word.lower() in ("null", "none"):
+            return "null"
+        if "string" in types or not types:
+            return json_string_text(text)
+        if "boolean" in types and word.lower() in ("true", "false"):
+            return word.lower()
+        kind = json_kind(word)
+        return word if kind in types or (kind == "integer" and "number" in types) else json_string_text(text)
+
+
+def json_string_text(text: str) -> str:
+    """The JSON text of a string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _schema_types(schema: object, depth: int = 0) -> set[str]:
+    """The JSON types that a schema allows; empty if it specifies none."""
+    if not isinstance(schema, Mapping) or depth > 8:
+        return set()
+    given = schema.get("type")
+    types = {given} if isinstance(given, str) else set()
+    if isinstance(given, list):
+        types = {each for each in given if isinstance(each, str)}
+    if not types and isinstance(schema.get("enum"), list):
+        types = {_JSON_TYPES.get(type(each), "null") for each in schema["enum"]}
+    for union in ("anyOf", "oneOf", "allOf"):
+        if not types and isinstance(schema.get(union), list):
+            types = set().union(*(_schema_types(each, depth + 1) for each in schema[union]))
+    if not types and ("properties" in schema or "items" in schema):
+        types = {"object" if "properties" in schema else "array"}
+    return types
+
+
 class ToolFormat:
     """Base of the tool-call formats of model families.
 
@@ -83,6 +141,9 @@ class ToolFormat:
     opens: Sequence[str] = ()
     closes: Sequence[str] = ()
     tails: Sequence[str] = ()
+
+    def __init__(self, tools: Sequence[JsonMapping]) -> None:
+        self.schemas = ParameterSchemas(tools)
 
     def read(self, mark: str, reader: TextReader, calls: Calls) -> Steps[None]:
         raise NotImplementedError
@@ -160,61 +221,3 @@ def _read_arguments(reader: TextReader, tell: Callable[[str], None]) -> Steps[No
         yield from read_json_value(reader, lambda _: None)
     else:
         yield from read_json_object(reader, tell)
-
-
-class ParameterSchemas:
-    """Parameter types of tools (function schemas in OpenAI's form), for formats that write values without quotes."""
-
-    def __init__(self, tools: Sequence[JsonMapping]) -> None:
-        self._properties: dict[str, JsonMapping] = {}
-        for tool in tools:
-            function = tool.get("function")
-            if isinstance(function, Mapping) and isinstance(function.get("name"), str):
-                parameters = function.get("parameters")
-                properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-                self._properties[function["name"]] = properties if isinstance(properties, Mapping) else {}
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._properties
-
-    def __bool__(self) -> bool:
-        return bool(self._properties)
-
-    def value(self, tool: str, parameter: str, text: str) -> str:
-        """Convert an unquoted value to JSON text, by the type of the parameter.
-
-        The value is a string if the schema says so, does not have the parameter, or has a type that does not fit.
-        """
-        types = _schema_types(self._properties.get(tool, {}).get(parameter))
-        word = text.strip()
-        if "null" in types and word.lower() in ("null", "none"):
-            return "null"
-        if "string" in types or not types:
-            return json_string_text(text)
-        if "boolean" in types and word.lower() in ("true", "false"):
-            return word.lower()
-        kind = json_kind(word)
-        return word if kind in types or (kind == "integer" and "number" in types) else json_string_text(text)
-
-
-def json_string_text(text: str) -> str:
-    """The JSON text of a string."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _schema_types(schema: object, depth: int = 0) -> set[str]:
-    """The JSON types that a schema allows; empty if it specifies none."""
-    if not isinstance(schema, Mapping) or depth > 8:
-        return set()
-    given = schema.get("type")
-    types = {given} if isinstance(given, str) else set()
-    if isinstance(given, list):
-        types = {each for each in given if isinstance(each, str)}
-    if not types and isinstance(schema.get("enum"), list):
-        types = {_JSON_TYPES.get(type(each), "null") for each in schema["enum"]}
-    for union in ("anyOf", "oneOf", "allOf"):
-        if not types and isinstance(schema.get(union), list):
-            types = set().union(*(_schema_types(each, depth + 1) for each in schema[union]))
-    if not types and ("properties" in schema or "items" in schema):
-        types = {"object" if "properties" in schema else "array"}
-    return types

@@ -22,16 +22,16 @@ from slime.storage.json_types import JsonMapping
 Tools = Sequence[JsonMapping]
 
 _TOOL_FORMATS: dict[str, Callable[[Tools], ToolFormat]] = {
-    **dict.fromkeys(("hermes", "qwen", "qwen25"), lambda tools: Hermes()),
+    **dict.fromkeys(("hermes", "qwen", "qwen25"), Hermes),
     **dict.fromkeys(("qwen3_coder", "nanbeige", "step3p5"), Qwen3Coder),
     **dict.fromkeys(("glm", "glm45", "glm47"), Glm45),
-    "deepseekv3": lambda tools: DeepSeekV3(),
-    "deepseekv31": lambda tools: DeepSeekV31(),
+    "deepseekv3": DeepSeekV3,
+    "deepseekv31": DeepSeekV31,
     "deepseekv32": Dsml,
-    "kimi_k2": lambda tools: KimiK2(),
+    "kimi_k2": KimiK2,
     "llama3": Llama3,
     "minimax-m2": Invoke,
-    "mistral": lambda tools: Mistral(),
+    "mistral": Mistral,
     "pythonic": Pythonic,
 }
 HARMONY = "gpt-oss"
@@ -124,7 +124,7 @@ def make_parser(
     formats.check()
     if HARMONY in (formats.tool, formats.reasoning):
         return HarmonyParser(reads_calls=formats.tool is not None, ids=ids or call_id)
-    tool = _TOOL_FORMATS[formats.tool](tools) if formats.tool is not None else ToolFormat()
+    tool = _TOOL_FORMATS[formats.tool](tools) if formats.tool is not None else ToolFormat(())
     think = REASONING_FORMATS[formats.reasoning] if formats.reasoning is not None else None
     thinking = think is not None and (starts_in_reasoning or think.always)
     return AnswerParser(tool, think, thinking=thinking, ids=ids or call_id)

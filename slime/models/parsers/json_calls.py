@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 
 from slime.models.parsers.calls import (
     Calls,
-    ParameterSchemas,
     ToolFormat,
     call_object_opening,
     read_call_object,
@@ -16,7 +14,6 @@ from slime.models.parsers.calls import (
 )
 from slime.models.parsers.json_stream import read_json_object
 from slime.models.parsers.scanner import NotACall, Steps, TextReader, UnreadableCall
-from slime.storage.json_types import JsonMapping
 
 _CALL_ID = re.compile(r"\w*", re.ASCII)
 _KIMI_K2_ID = re.compile(r"(?:functions\.)?(.+):[0-9]+", re.ASCII)
@@ -48,9 +45,6 @@ class Llama3(ToolFormat):
     begins = ("<|python_tag|>",)
     bare = "{"
 
-    def __init__(self, tools: Sequence[JsonMapping]) -> None:
-        self._schemas = ParameterSchemas(tools)
-
     def read(self, mark: str, reader: TextReader, calls: Calls) -> Steps[None]:
         yield from self._one(reader, calls, is_marked=bool(mark))
         while (yield from reader.next()) == ";":
@@ -62,7 +56,7 @@ class Llama3(ToolFormat):
 
     def _one(self, reader: TextReader, calls: Calls, *, is_marked: bool) -> Steps[None]:
         try:
-            yield from read_call_object(reader, calls, self._schemas if not is_marked and self._schemas else None)
+            yield from read_call_object(reader, calls, self.schemas if not is_marked and self.schemas else None)
         except UnreadableCall as why:
             if is_marked or calls.open is not None:
                 raise

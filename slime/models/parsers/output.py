@@ -10,6 +10,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from slime.models.parsers.calls import Calls, ToolFormat
 from slime.models.parsers.events import Event, IllFormed, Reasoning, Text
@@ -146,6 +147,10 @@ class MarkFinder:
         return None
 
 
+mark_finder = lru_cache(MarkFinder)
+"""The finder of a format's marks, made once."""
+
+
 def emit_until(marks: MarkFinder, reader: TextReader, channel: Channel) -> Steps[str | None]:
     """Emit the text before the next mark and read the mark; returns None at the end of the answer."""
     while (mark := marks.emit_before(reader, channel)) is None:
@@ -201,9 +206,8 @@ class AnswerParser(SteppedParser):
         self._text = Channel(self._events, Text, after_mark=thinking, tails=self._tails)
         self._reasoning = Channel(self._events, Reasoning, after_mark=True, tails=self._tails)
         self._thinking = thinking
-        self._marks = MarkFinder(
-            [*tool.begins, *tool.opens, *tool.closes, *self._tails, *(think.marks if think else ())]
-        )
+        think_marks = think.marks if think else ()
+        self._marks = mark_finder((*tool.begins, *tool.opens, *tool.closes, *self._tails, *think_marks))
         self._begin()
 
     @property

@@ -9,11 +9,9 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Sequence
 
-from slime.models.parsers.calls import Calls, ParameterSchemas, ToolFormat
+from slime.models.parsers.calls import Calls, ToolFormat
 from slime.models.parsers.scanner import NotACall, Steps, TextReader, UnreadableCall
-from slime.storage.json_types import JsonMapping
 
 _NAME = re.compile(r"[\w.]*", re.ASCII)
 _PLAIN = re.compile(r"""[^\[\](){}'"#]*""")
@@ -32,13 +30,10 @@ class Pythonic(ToolFormat):
     closes = ("<|python_end|>",)
     bare = "["
 
-    def __init__(self, tools: Sequence[JsonMapping]) -> None:
-        self._schemas = ParameterSchemas(tools)
-
     def read(self, mark: str, reader: TextReader, calls: Calls) -> Steps[None]:
         try:
             made = _parse_calls((yield from _read_list(reader)))
-            if not mark and self._schemas and not all(name in self._schemas for name, _ in made):
+            if not mark and self.schemas and not all(name in self.schemas for name, _ in made):
                 raise UnreadableCall("there is no such tool")
         except UnreadableCall as why:
             raise why if mark else NotACall(str(why)) from why

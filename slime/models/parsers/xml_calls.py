@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from slime.models.parsers.calls import (
     Calls,
-    ParameterSchemas,
     ToolFormat,
     json_string_text,
     read_closing_mark,
@@ -30,9 +29,6 @@ class Qwen3Coder(ToolFormat):
 
     begins = ("<tool_call>", _FUNCTION)
 
-    def __init__(self, tools: Sequence[JsonMapping]) -> None:
-        self._schemas = ParameterSchemas(tools)
-
     def read(self, mark: str, reader: TextReader, calls: Calls) -> Steps[None]:
         if mark != _FUNCTION:
             yield from reader.next()
@@ -49,7 +45,7 @@ class Qwen3Coder(ToolFormat):
             name = (yield from reader.run(_NAME, 256)).strip()
             yield from reader.require(">")
             value = yield from reader.read_until("</parameter>")
-            calls.argument(name, self._schemas.value(tool, name, value.removeprefix("\n").removesuffix("\n")))
+            calls.argument(name, self.schemas.value(tool, name, value.removeprefix("\n").removesuffix("\n")))
         if mark != _FUNCTION:
             yield from read_closing_mark(reader, "</tool_call>")
         calls.end()
@@ -63,9 +59,6 @@ class Glm45(ToolFormat):
 
     begins = ("<tool_call>",)
 
-    def __init__(self, tools: Sequence[JsonMapping]) -> None:
-        self._schemas = ParameterSchemas(tools)
-
     def read(self, mark: str, reader: TextReader, calls: Calls) -> Steps[None]:
         tool = yield from read_tool_name(reader)
         character = yield from reader.next()
@@ -76,7 +69,7 @@ class Glm45(ToolFormat):
             name = yield from _read_element(reader, "<arg_key>", "</arg_key>")
             yield from reader.next()
             value = yield from _read_element(reader, "<arg_value>", "</arg_value>")
-            calls.argument(name, self._schemas.value(tool, name, value))
+            calls.argument(name, self.schemas.value(tool, name, value))
             yield from reader.next()
         calls.end()
 
@@ -96,7 +89,7 @@ class Invoke(ToolFormat):
     prefix = ""
 
     def __init__(self, tools: Sequence[JsonMapping]) -> None:
-        self._schemas = ParameterSchemas(tools)
+        super().__init__(tools)
         self._begin = f'<{self.prefix}invoke name="'
         self.begins = (self._begin,)
         self.opens = (f"<{self.section}>",)
@@ -126,7 +119,7 @@ class Invoke(ToolFormat):
         return None
 
     def _typed(self, tool: str, name: str, value: str, is_text: bool | None) -> str:
-        return self._schemas.value(tool, name, value)
+        return self.schemas.value(tool, name, value)
 
 
 class Dsml(Invoke):
