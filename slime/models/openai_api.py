@@ -17,10 +17,24 @@ from slime.storage.json_types import JsonMapping, JsonObject
 class Field(ABC):
     """A JSON value of a request body, of any type, with its path. Each server has a subclass with its own errors."""
 
-    __slots__ = ("_inside", "path", "value")
+    __slots__ = ("_key", "_parent", "value")
 
-    def __init__(self, value: object, path: str = "the body", inside: str = "") -> None:
-        self.value, self.path, self._inside = value, path, inside
+    def __init__(self, value: object, key: str | int = "the body", parent: Self | None = None) -> None:
+        self.value, self._key, self._parent = value, key, parent
+
+    @property
+    def path(self) -> str:
+        """The place of the value in the body, such as `messages[0].content`; made for errors only."""
+        if self._parent is None:
+            return str(self._key)
+        inside = "" if self._parent.is_body else self._parent.path
+        if isinstance(self._key, int):
+            return f"{inside}[{self._key}]"
+        return f"{inside}.{self._key}" if inside else self._key
+
+    @property
+    def is_body(self) -> bool:
+        return self._parent is None and self._key == "the body"
 
     @abstractmethod
     def bad(self, why: str) -> Exception:
@@ -40,8 +54,7 @@ class Field(ABC):
         return self.bad(f"must be {expected}, not {self.described(self.value)}")
 
     def __getitem__(self, name: str) -> Self:
-        path = self._inside + name
-        return type(self)(self.object().get(name), path, path + ".")
+        return self.__class__(self.object().get(name), name, self)
 
     def __contains__(self, name: str) -> bool:
         return self.object().get(name) is not None
@@ -60,7 +73,7 @@ class Field(ABC):
             return []
         if not isinstance(self.value, list):
             raise self.must_be("a list")
-        return [type(self)(value, path := f"{self.path}[{i}]", path + ".") for i, value in enumerate(self.value)]
+        return [self.__class__(value, i, self) for i, value in enumerate(self.value)]
 
     def text(self, default: str | None = None) -> str:
         if self.value is None and default is not None:

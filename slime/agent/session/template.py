@@ -19,7 +19,7 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -293,6 +293,7 @@ class ChatModel:
         return make_parser(formats, tools=request.tools, starts_in_reasoning=in_reasoning)
 
 
+@lru_cache
 def _renders_tools(source: str) -> bool:
     return re.search(r"\btools\b", re.sub(r"{#.*?#}", "", source, flags=re.DOTALL)) is not None
 

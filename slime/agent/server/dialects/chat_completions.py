@@ -120,7 +120,7 @@ class ChatCompletions(Dialect):
             function = tool["function"]
             tools.append(function.function_tool(function["name"].name(), function["parameters"]))
         stream = fields["stream"].flag()
-        options = BodyField(fields["stream_options"].object(optional=True), "stream_options", "stream_options.")
+        options = BodyField(fields["stream_options"].object(optional=True), "stream_options")
         longest = fields["max_completion_tokens"].whole(1)
         tool_choice = fields["tool_choice"].tool_choice(function_names(tools), "function", nested=True)
         messages: list[Message] = []

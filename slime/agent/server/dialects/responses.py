@@ -443,5 +443,5 @@ def _check_response_features(fields: BodyField) -> None:
     wanted = [entry.value for entry in fields["include"].items(optional=True)]
     if "message.output_text.logprobs" in wanted or fields["top_logprobs"].whole(0):
         raise fields["include"].bad("only chat completions return log-probs: leave it out")
-    text = BodyField(fields["text"].object(optional=True), "text", "text.")
+    text = BodyField(fields["text"].object(optional=True), "text")
     check_response_format(text["format"])

@@ -24,8 +24,7 @@ class RequestField(Field):
     __slots__ = ()
 
     def bad(self, why: str) -> BadRequest:
-        found = re.match(r"\w+", self.path)
-        return BadRequest(f"{self.path} {why}", found[0] if found and self._inside else None)
+        return BadRequest(f"{self.path} {why}", None if self.is_body else re.split(r"[.\[]", self.path)[0])
 
     def must_be(self, expected: str) -> Exception:
         return self.bad(f"is missing: give {expected}") if self.value is None else super().must_be(expected)
