@@ -18,11 +18,10 @@ from contextlib import asynccontextmanager
 
 from slime.agent.messages import Message, TurnRequest
 from slime.agent.session.limits import Limits
-from slime.agent.session.sampler import EngineSampler, Sampler
 from slime.agent.session.session import Session
 from slime.agent.session.template import ChatModel
 from slime.agent.session.tree import Turn
-from slime.agent.session.turn import OnEvent, ParserFactory, take_turn
+from slime.agent.session.turn import EngineSampler, OnEvent, ParserFactory, take_turn
 from slime.config import Config
 from slime.data.chat_template import model_context_length
 from slime.data.sample import Reward, Sample
@@ -39,7 +38,7 @@ class Conversation:
     def __init__(
         self,
         session: Session,
-        sampler: Sampler,
+        sampler: EngineSampler,
         parsers: ParserFactory,
         params: JsonMapping,
         *,

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from slime.agent.session.sampler import Detokenizer, EngineSampler
+from slime.agent.session.turn import Detokenizer, EngineSampler
 from slime.engine.http.pool import EnginePool
 from slime.rollout.gate import Gate, Ticket
 from slime.rollout.retry import AbortedTooOften

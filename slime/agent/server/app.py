@@ -35,9 +35,8 @@ from slime.agent.server.dialects import (
 from slime.agent.server.online_intake import LiveConversations
 from slime.agent.server.request_limits import INLINE_BODY_BYTES
 from slime.agent.server.sessions import OpenSession, Sessions
-from slime.agent.session.limits import SessionRefusal, TemplateRefused
-from slime.agent.session.sampler import token_bytes
-from slime.agent.session.turn import RecordedTurn
+from slime.agent.session.limits import SessionRefusal
+from slime.agent.session.turn import RecordedTurn, token_bytes
 from slime.cluster.http_checks import no_foreign_pages
 from slime.cluster.http_server import Connections
 from slime.engine.http.codec import parse_json
@@ -61,7 +60,7 @@ logger = logging.getLogger(__name__)
 async def answer_turn(
     http: web.Request, held: OpenSession, dialect: Dialect, asked: Asked, tokenizer: PreTrainedTokenizerBase
 ) -> web.StreamResponse:
-    """Sample a turn and answer with it, whole or as a stream; raises `Problem` as long as nothing was sent."""
+    """Sample a turn and answer with it, whole or as a stream; raises only before anything is sent."""
     if not asked.stream:
         _, task = await held.begin(asked.request, None)
         return json_response(dialect.whole(asked, await _finished_turn(held, task, asked, tokenizer)))
@@ -183,49 +182,42 @@ class AgentApp:
 
     async def _post(self, dialect: Dialect, http: web.Request) -> web.StreamResponse:
         try:
+            # The key selects the session, whose limits apply before anything of the body is read.
             key = session_key(http.headers)
             door = self._door if self._door is not None and self._door.is_for(key) else None
             intake = self._sessions.find(key).intake if door is None else door.intake(http.headers)
             with intake.request() as room, self._connections.serving(http.transport, key or ""):
                 body = await room.body(http)
-                understood = partial(self._understood, dialect, http.path, body, intake.context)
-                asked = await intake.run(understood, inline=len(body) <= INLINE_BODY_BYTES)
+
+                def parsed() -> Asked:
+                    try:
+                        asked = dialect.asked(http.path, parse_json(body))
+                        self._sessions.check_length(asked.request, intake.context)
+                    except (ValueError, RecursionError) as error:
+                        raise Problem(Kind.BAD_BODY, f"the body is not JSON: {error}") from error
+                    return asked
+
+                # The dialect parses the body; a live service opens the conversation that the headers name.
+                asked = await intake.run(parsed, inline=len(body) <= INLINE_BODY_BYTES)
                 held = self._sessions.find(key) if door is None else await door.enter(http.headers)
                 room.move_to(held.intake)
-                return await self._answered(http, held, dialect, asked)
+                for note in asked.notes:
+                    if note not in held.noted and len(held.noted) < MOST_NOTES:
+                        held.noted.add(note)
+                        logger.info("%s", note)
+                if asked.model not in self._names and asked.model not in held.names:
+                    raise Problem(
+                        Kind.UNKNOWN_MODEL, f"the model {asked.model!r} is not served here: ask for {self._names[0]!r}"
+                    )
+
+                # The answer: a count of tokens, or a turn.
+                if asked.count_only:
+                    return json_response(dialect.counted(await held.count_tokens(asked.request)))
+                return await answer_turn(http, held, dialect, asked, self._tokenizer)
+        except SessionRefusal as refusal:
+            return _problem_response(dialect, refusal_problem(refusal))
         except Problem as problem:
             return _problem_response(dialect, problem)
-
-    def _understood(self, dialect: Dialect, path: str, body: bytes, context: int | None) -> Asked:
-        """Parse a body and check that its prompt may fit; raises `Problem`."""
-        try:
-            asked = dialect.asked(path, parse_json(body))
-            self._sessions.check_length(asked.request, context)
-        except SessionRefusal as refusal:
-            raise refusal_problem(refusal) from refusal
-        except (ValueError, RecursionError) as error:
-            raise Problem(Kind.BAD_BODY, f"the body is not JSON: {error}") from error
-        return asked
-
-    async def _answered(
-        self, http: web.Request, held: OpenSession, dialect: Dialect, asked: Asked
-    ) -> web.StreamResponse:
-        for note in asked.notes:
-            if note not in held.noted and len(held.noted) < MOST_NOTES:
-                held.noted.add(note)
-                logger.info("%s", note)
-        if asked.model not in self._names and asked.model not in held.names:
-            raise Problem(
-                Kind.UNKNOWN_MODEL, f"the model {asked.model!r} is not served here: ask for {self._names[0]!r}"
-            )
-        try:
-            if asked.count_only:
-                return json_response(dialect.counted(await held.count_tokens(asked.request)))
-            return await answer_turn(http, held, dialect, asked, self._tokenizer)
-        except SessionRefusal as refusal:
-            raise refusal_problem(refusal) from refusal
-        except TemplateRefused as refused:
-            raise Problem(Kind.BAD_BODY, str(refused)) from refused
 
     async def _models(self, http: web.Request) -> web.Response:
         return json_response(models_body(self._names[:1]))

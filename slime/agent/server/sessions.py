@@ -15,16 +15,15 @@ from functools import partial
 from typing import TypeVar
 
 from slime.agent.messages import TurnRequest
-from slime.agent.server.dialects import Kind, Problem, refusal_problem
+from slime.agent.server.dialects import Kind, Problem
 from slime.agent.server.request_limits import INLINE_CHARACTERS, WORKERS, Intake, IntakeLimits
 from slime.agent.server.settings import Opening
-from slime.agent.session.limits import Limits, SessionRefusal
-from slime.agent.session.sampler import EngineSampler
+from slime.agent.session.limits import Limits
 from slime.agent.session.session import Prompt, RenderedMessages, Session, StaleRendering
 from slime.agent.session.special_tokens import iter_texts
 from slime.agent.session.template import ChatModel
-from slime.agent.session.tree import Turn
-from slime.agent.session.turn import OnEvent, ParserFactory, RecordedTurn, take_turn
+from slime.agent.session.tree import Decision, Turn
+from slime.agent.session.turn import EngineSampler, OnEvent, ParserFactory, RecordedTurn, take_turn
 from slime.agent.session.turn_journal import Attempt, TurnJournal
 from slime.engine.http.pool import EnginePool
 from slime.rollout.gate import Gate, Ticket
@@ -67,13 +66,9 @@ class OpenSession:
         self._answering: set[asyncio.Task[RecordedTurn]] = set()
 
     async def begin(self, request: TurnRequest, on_event: OnEvent | None) -> tuple[Prompt, asyncio.Task[RecordedTurn]]:
-        """Start to sample one more turn; cancelling the task abandons it. Raises `Problem`."""
-        try:
-            prompt = await self._with_rendered(request, self.session.prepare)
-        except SessionRefusal as refusal:
-            raise refusal_problem(refusal) from refusal
+        """Start to sample one more turn; cancelling the task abandons it. Raises `SessionRefusal`."""
+        prompt = await self._with_rendered(request, self.session.prepare)
         is_begun = False
-
         continuing = None if self.continued is None else self.continued(prompt)
 
         async def take() -> RecordedTurn:
@@ -100,8 +95,13 @@ class OpenSession:
         """The number of tokens that the prompt of this request would have."""
         return await self._with_rendered(request, self.session.count_tokens)
 
-    async def _with_rendered(self, request: TurnRequest, use: Callable[[TurnRequest, RenderedMessages | None], T]) -> T:
-        """Call `use` with a request and its rendered text, which is tokenized in a thread if it is long."""
+    async def _with_rendered(
+        self, request: TurnRequest, use: Callable[[TurnRequest, RenderedMessages | None, Decision | None], T]
+    ) -> T:
+        """Call `use` with a request and its rendered text, which is tokenized in a thread if it is long.
+
+        `use` gets the place of the request in the tree unless another turn may have been recorded since.
+        """
         while True:
             if self.ended.done():
                 raise self.ended.result().again()
@@ -115,7 +115,7 @@ class OpenSession:
                 if characters > INLINE_CHARACTERS:
                     rendered = await self.intake.run(partial(self.session.render, decision, request), inline=False)
             try:
-                return use(request, rendered)
+                return use(request, rendered, decision if rendered is None else None)
             except StaleRendering:  # a turn was recorded during the rendering
                 continue
 

@@ -139,14 +139,17 @@ class Session:
         kept.flags.writeable = False
         return RenderedMessages(last, len(decision.new), kept)
 
-    def prepare(self, request: TurnRequest, rendered: RenderedMessages | None = None) -> Prompt:
+    def prepare(
+        self, request: TurnRequest, rendered: RenderedMessages | None = None, place: Decision | None = None
+    ) -> Prompt:
         """Return the prompt of one more turn; `record` or `abandon` must follow.
 
-        With `rendered` nothing is tokenized; raises `StaleRendering` if the request has another place in the tree now.
+        `place` is the current place of the request, if it is known. With `rendered` nothing is tokenized; raises
+        `StaleRendering` if the request has another place in the tree now.
         """
         if self.is_closed:
             raise SessionClosed("this session has ended")
-        decision = decide(self.tree, request)
+        decision = place or decide(self.tree, request)
         try:
             self.limits.check(self.counters.turns + self._in_flight, self.counters.sampled_tokens)
             template = self._template()
@@ -179,9 +182,11 @@ class Session:
         self._in_flight += 1
         return Prompt(ids, decision.outcome, context, shared, bound, f"turn_{uuid.uuid4().hex}")
 
-    def count_tokens(self, request: TurnRequest, rendered: RenderedMessages | None = None) -> int:
+    def count_tokens(
+        self, request: TurnRequest, rendered: RenderedMessages | None = None, place: Decision | None = None
+    ) -> int:
         """Return the number of tokens in the prompt of this request, without beginning or counting a turn."""
-        decision = decide(self.tree, request)
+        decision = place or decide(self.tree, request)
         context = decision.context or self._context(decision, request, rendered)
         return sum(len(turn.context.ids) + len(turn.ids) for turn in path(decision.turn)) + len(context.ids)
 
