@@ -129,26 +129,26 @@ class BroadcastPublisher(WeightPublisher):
         logger.info("%d engines joined group %s (%s) at %s:%d", len(self._clients), name, self._backend, address, port)
         return name
 
-    async def _announce(self, client: EngineClient, staged: StagedVersion, version: int) -> None:
-        """Announce all buckets to one engine, each after it has the previous one."""
-        assert self._group is not None
-        for number, bucket in enumerate(self._buckets, start=1):
-            await client.update_weights_from_distributed(
-                bucket,
-                version,
-                group_name=self._group,
-                flush_cache=self._settings.flush_cache and number == len(self._buckets),
-                bucket=(number, len(self._buckets)) if self._kind == "embedded" else None,
-                adapter=self._adapter,
-                timeout_s=self._settings.timeout_s,
-            )
-
     async def _transfer(
         self, clients: Sequence[EngineClient], staged: StagedVersion, version: int
     ) -> Sequence[EngineClient]:
+        async def announce(client: EngineClient) -> None:
+            """Announce all buckets to one engine, each after it has the previous one."""
+            assert self._group is not None
+            for number, bucket in enumerate(self._buckets, start=1):
+                await client.update_weights_from_distributed(
+                    bucket,
+                    version,
+                    group_name=self._group,
+                    flush_cache=self._settings.flush_cache and number == len(self._buckets),
+                    bucket=(number, len(self._buckets)) if self._kind == "embedded" else None,
+                    adapter=self._adapter,
+                    timeout_s=self._settings.timeout_s,
+                )
+
         async def announce_all() -> None:
             try:
-                await call_all(clients, lambda client: self._announce(client, staged, version))
+                await call_all(clients, announce)
             except BaseException:
                 await self._disband()  # or the trainer would wait for an engine that does not receive
                 raise

@@ -17,9 +17,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -27,7 +27,7 @@ from slime.cluster.memory.staging import StagingFolder, remove_stale
 from slime.engine.http.client import EngineClient
 from slime.models.delta.folder import INDEX_NAME, safetensors_entries
 from slime.storage.files import is_marked, mark_written
-from slime.weights.publisher import PublisherSettings, StagedVersion, WeightPublisher
+from slime.weights.publisher import PublisherSettings, StagedVersion, Swapped, WeightPublisher, call_all
 
 ADAPTER_NAME = "slime"
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
@@ -58,6 +58,7 @@ class FolderPublisher(WeightPublisher):
         super().__init__(settings)
         self._folders = folders
         self._contents = contents
+        self._copies: dict[EngineClient, Path] = {}
         self._staging: StagingFolder | None = None
         self._root = folders.root.absolute()
         if folders.in_memory:
@@ -117,7 +118,35 @@ class FolderPublisher(WeightPublisher):
         if self._folders.on_written is not None:
             self._folders.on_written(folder)
 
+    async def _pause_and_load(self, clients: Sequence[EngineClient], staged: StagedVersion, version: int) -> Swapped:
+        """Update the engines; those that cannot read this machine's files get copies of the staged folder."""
+        delivery, folder = self._settings.delivery, staged.folder
+        if delivery is None or folder is None:
+            return await super()._pause_and_load(clients, staged, version)
+        copies = await call_all(clients, lambda client: delivery.deliver(client, folder))
+        self._copies = {client: copy for client, copy in zip(clients, copies, strict=True) if copy is not None}
+        try:
+            return await super()._pause_and_load(clients, staged, version)
+        finally:
+            copied, self._copies = self._copies, {}
+            for client, copy in copied.items():
+                await delivery.forget(client, copy)
+
+    async def _transfer(
+        self, clients: Sequence[EngineClient], staged: StagedVersion, version: int
+    ) -> Sequence[EngineClient]:
+        await call_all(clients, lambda client: self._announce(client, self._seen_by(client, staged), version))
+        return ()
+
+    def _seen_by(self, client: EngineClient, staged: StagedVersion) -> StagedVersion:
+        """Return the staged version as the engine finds it: in its own copy, if it has one."""
+        copy = self._copies.get(client)
+        if copy is None:
+            return staged
+        return replace(staged, folder=copy, files=tuple(copy / path.name for path in staged.files))
+
     async def _announce(self, client: EngineClient, staged: StagedVersion, version: int) -> None:
+        """Make one engine load the staged weights."""
         assert staged.folder is not None
         flush_cache, timeout_s = self._settings.flush_cache, self._settings.timeout_s
         if self._contents == "tensors":

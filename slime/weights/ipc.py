@@ -61,6 +61,7 @@ class SharedMemoryPublisher(WeightPublisher):
         self._ways = list(ways)
         self._files: WeightPublisher | None = None
         self._staging: StagingFolder | None = None
+        self._region: str | None = None
         self._buckets: Buckets = ()
         self._first: JsonObject = {}
 
@@ -98,23 +99,19 @@ class SharedMemoryPublisher(WeightPublisher):
         return self._files
 
     def _stage(self, version: int, *, whole: bool) -> StagedVersion:
-        self._first = self._share(1, version)
-        self._buckets = self._first["buckets"]
-        return StagedVersion(total_bytes(self._buckets))
-
-    def _share(self, number: int, version: int) -> JsonObject:
-        region = None
+        self._region = None
         if self._ways[0] == HOST:
             if self._staging is None:
                 root, why = choose_root(self._largest_bytes)
                 if root != SHARED_MEMORY:
                     raise MemoryNotShared(why)
                 self._staging = StagingFolder(root, "weights")
-            region = str(self._staging.path / "region")
-        shared: JsonObject = self._source.call("share_bucket", number=number, version=version, region=region)[0]
-        if "refused" in shared:
-            raise MemoryNotShared(f"the trainer cannot share memory: {shared['refused']}")
-        return shared
+            self._region = str(self._staging.path / "region")
+        self._first = self._source.call("share_bucket", number=1, version=version, region=self._region)[0]
+        if "refused" in self._first:
+            raise MemoryNotShared(f"the trainer cannot share memory: {self._first['refused']}")
+        self._buckets = self._first["buckets"]
+        return StagedVersion(total_bytes(self._buckets))
 
     async def _pause_and_load(self, clients: Sequence[EngineClient], staged: StagedVersion, version: int) -> Swapped:
         if len(self._buckets) > 1:
@@ -128,8 +125,10 @@ class SharedMemoryPublisher(WeightPublisher):
     ) -> Sequence[EngineClient]:
         await self._send(clients, 1, self._first, version)
         for number in range(2, len(self._buckets) + 1):
-            shared = await asyncio.to_thread(self._share, number, version)
-            await self._send(clients, number, shared, version)
+            shared = await asyncio.to_thread(
+                self._source.call, "share_bucket", number=number, version=version, region=self._region
+            )
+            await self._send(clients, number, shared[0], version)
         return ()
 
     async def _send(
@@ -154,9 +153,6 @@ class SharedMemoryPublisher(WeightPublisher):
             if number > 1:
                 raise
             raise MemoryNotShared(str(refused)) from refused
-
-    async def _announce(self, client: EngineClient, staged: StagedVersion, version: int) -> None:
-        raise NotImplementedError("buckets go to all engines together")
 
     def _retire(self, staged: StagedVersion, version: int, *, arrived: bool) -> None:
         self._source.call("stop_sharing")

@@ -11,7 +11,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
@@ -151,7 +151,6 @@ class WeightPublisher(ABC):
         self._settings = settings
         self._source = settings.source
         self._clients = list(settings.clients)
-        self._copies: dict[EngineClient, Path] = {}
 
     def publish(self, version: int) -> PublishResult:
         """Send the trainer's current weights to every engine as version `version`."""
@@ -207,8 +206,10 @@ class WeightPublisher(ABC):
         """
 
     @abstractmethod
-    async def _announce(self, client: EngineClient, staged: StagedVersion, version: int) -> None:
-        """Make one engine load the staged weights."""
+    async def _transfer(
+        self, clients: Sequence[EngineClient], staged: StagedVersion, version: int
+    ) -> Sequence[EngineClient]:
+        """Make the paused engines load the staged weights; return those that rejected them and need whole weights."""
 
     @abstractmethod
     def _retire(self, staged: StagedVersion, version: int, *, arrived: bool) -> None:
@@ -238,25 +239,14 @@ class WeightPublisher(ABC):
         return staged.bytes
 
     def _swap(self, clients: Sequence[EngineClient], staged: StagedVersion, version: int) -> Swapped:
-        """Update the engines; those that cannot read this machine's files get copies of the staged files."""
-
-        async def swap() -> Swapped:
-            delivery, folder = self._settings.delivery, staged.folder
-            if delivery is None or folder is None:
-                return await self._pause_and_load(clients, staged, version)
-            copies = await call_all(clients, lambda client: delivery.deliver(client, folder))
-            self._copies = {client: copy for client, copy in zip(clients, copies, strict=True) if copy is not None}
-            try:
-                return await self._pause_and_load(clients, staged, version)
-            finally:
-                copied, self._copies = self._copies, {}
-                for client, copy in copied.items():
-                    await delivery.forget(client, copy)
-
+        """Update the engines; the loop that owns their clients does it."""
         whom = "" if clients is self._clients else f" of {' '.join(client.base_url for client in clients)}"
-        return self._settings.run_async(named(swap(), f"weight update {version}{whom}"))
+        return self._settings.run_async(
+            named(self._pause_and_load(clients, staged, version), f"weight update {version}{whom}")
+        )
 
     async def _pause_and_load(self, clients: Sequence[EngineClient], staged: StagedVersion, version: int) -> Swapped:
+        """Pause the engines, make them load and continue, and check the version of those that were updated."""
         started = time.perf_counter()
         try:
             await call_all(clients, lambda client: client.pause(self._settings.pause_mode))
@@ -270,20 +260,6 @@ class WeightPublisher(ABC):
         found = await call_all(updated, lambda client: client.get_weight_version())
         require_version(updated, version, found)
         return paused_seconds, refused
-
-    async def _transfer(
-        self, clients: Sequence[EngineClient], staged: StagedVersion, version: int
-    ) -> Sequence[EngineClient]:
-        """Make the paused engines load the staged weights; return those that rejected them and need whole weights."""
-        await call_all(clients, lambda client: self._announce(client, self._seen_by(client, staged), version))
-        return ()
-
-    def _seen_by(self, client: EngineClient, staged: StagedVersion) -> StagedVersion:
-        """Return the staged version as the engine finds it: in its own copy, if it has one."""
-        copy = self._copies.get(client)
-        if copy is None:
-            return staged
-        return replace(staged, folder=copy, files=tuple(copy / path.name for path in staged.files))
 
     async def _resume_engines(self, clients: Sequence[EngineClient]) -> None:
         limit_s = min(_CONTINUE_S, *(client.control_timeout_s for client in clients)) if clients else _CONTINUE_S
