@@ -37,8 +37,7 @@ from slime.train.samples.batch import TrainBatch
 from slime.train.samples.dp_shards import Share, open_share
 from slime.train.samples.micro_batch import MicroBatch, StepShare, make_micro_batch
 from slime.train.samples.nan_check import check_columns_finite
-from slime.train.samples.rollout_data import RolloutData, collect, distribute, make_rollout_data
-from slime.train.samples.train_dump import dump_rows
+from slime.train.samples.rollout_data import RolloutData, collect, distribute, dump_rows, make_rollout_data
 from slime.train.timers import RankProgress, Timers
 from slime.train.topology import Ranks
 from slime.train.verbs import Needs, verb

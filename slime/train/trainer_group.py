@@ -6,6 +6,7 @@ report. Rollouts that do not fill an optimizer step are carried over to the fron
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import time
@@ -24,7 +25,9 @@ from slime.config import Config
 from slime.config.algorithm import uses_optional_importance_weights
 from slime.config.batch import tokens_per_row
 from slime.config.parallelism import shares_prompts
-from slime.errors import RunFailed
+from slime.data.source_state import write_durably
+from slime.errors import RunFailed, UserError
+from slime.storage.files import is_dump
 from slime.storage.json_types import JsonObject
 from slime.train.checkpoints.errors import NotWritten
 from slime.train.checkpoints.staging import wait_until_latest
@@ -35,7 +38,8 @@ from slime.train.processes import DEADLINE_FLAG, RankProcesses
 from slime.train.samples.batch import TrainBatch, batch_metrics, flatten_samples, make_custom_batch, make_train_batch
 from slime.train.samples.carryover import load_carried, prepend_carried, remove_stale, save_carried
 from slime.train.samples.dp_shards import ShardTransfer, rank_shares
-from slime.train.samples.train_dump import write_train_dump
+
+DUMP_VERSION = 2
 
 logger = logging.getLogger(__name__)
 
@@ -316,3 +320,17 @@ class TrainerGroup:
     def _shared(self, folder: str | Path) -> str:
         """Return the path of a folder that all ranks write to; it is absolute if ranks are on other machines."""
         return str(folder) if self.processes.are_here else os.path.abspath(folder)
+
+
+def write_train_dump(template: str, rollout_id: int, ranks: Sequence[Sequence[JsonObject]]) -> Path:
+    """Write the rows of all ranks (`dump_rows`) as JSON lines to the path that the template gives for `{rollout_id}`.
+
+    The file has a header, then a row per sample in the order of indices; it is complete or absent.
+    """
+    path = Path(template.format(rollout_id=rollout_id))
+    if path.exists() and not is_dump(path):
+        raise UserError(f"--save-debug-train-data: {path} exists and was not written by a run; choose another path")
+    rows = sorted((row for rank in ranks for row in rank), key=lambda row: row["sample_indices"])
+    header = {"format": "slime-train-dump", "format_version": DUMP_VERSION, "rollout_id": rollout_id}
+    write_durably(path, "".join(json.dumps(entry) + "\n" for entry in (header, *rows)).encode())
+    return path

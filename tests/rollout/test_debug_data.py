@@ -19,7 +19,7 @@ from slime.rollout.debug_data import (
     save_evaluation,
     write_dump,
 )
-from slime.train.samples.train_dump import write_train_dump
+from slime.train.trainer_group import write_train_dump
 
 CONFIG = Config(rollout_batch_size=2, n_samples_per_prompt=2, rollout_num_gpus=1, hf_checkpoint="model")
 

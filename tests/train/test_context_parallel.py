@@ -17,8 +17,7 @@ from slime.train.backends.fsdp.packed_model import ValueModel
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from slime.train.samples.micro_batch import StepShare, make_micro_batch
 from slime.train.samples.packing import PackedRow, pack
-from slime.train.samples.plugin_batch import batch_for_plugins
-from slime.train.samples.rollout_data import make_rollout_data
+from slime.train.samples.rollout_data import batch_for_plugins, make_rollout_data
 from slime.train.topology import Ranks, exchange, gather_parts
 from tests.peers import together
 from tests.rows import long

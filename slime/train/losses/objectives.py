@@ -24,8 +24,7 @@ from slime.storage.json_types import JsonMapping
 from slime.train.losses.policy import PolicyObjective
 from slime.train.samples.micro_batch import MicroBatch
 from slime.train.samples.packing import pack
-from slime.train.samples.plugin_batch import batch_for_plugins
-from slime.train.samples.rollout_data import PER_TOKEN, RolloutData
+from slime.train.samples.rollout_data import PER_TOKEN, RolloutData, batch_for_plugins
 
 Metrics = dict[str, Tensor]
 LOSS_PARAMS = ("args", "batch", "logits", "sum_of_sample_mean")

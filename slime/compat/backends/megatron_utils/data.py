@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from slime.errors import UserError
-from slime.train.samples.plugin_batch import DataIterator, PackedSeqParams, padded_batch
+from slime.train.samples.rollout_data import DataIterator, PackedSeqParams, padded_batch
 
 __all__ = ["DataIterator", "PackedSeqParams", "get_batch"]
 
