@@ -36,8 +36,14 @@ from slime.train.offload import TrainerOffload
 from slime.train.samples.batch import TrainBatch
 from slime.train.samples.dp_shards import Share, open_share
 from slime.train.samples.micro_batch import MicroBatch, StepShare, make_micro_batch
-from slime.train.samples.nan_check import check_columns_finite
-from slime.train.samples.rollout_data import RolloutData, collect, distribute, dump_rows, make_rollout_data
+from slime.train.samples.rollout_data import (
+    RolloutData,
+    check_columns_finite,
+    collect,
+    distribute,
+    dump_rows,
+    make_rollout_data,
+)
 from slime.train.timers import RankProgress, Timers
 from slime.train.topology import Ranks
 from slime.train.verbs import Needs, verb

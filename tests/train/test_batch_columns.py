@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from slime.train.samples import batch_columns, nan_check
+from slime.train.samples import batch_columns, rollout_data
 from slime.train.samples.batch_columns import first_not_finite, is_trained_on, mask_totals
 
 RNG = np.random.default_rng(0)
@@ -54,11 +54,11 @@ def test_not_finite_scans_once_and_ignores_masked_tokens(monkeypatch: pytest.Mon
     looks: list[int] = []
     isfinite = torch.isfinite
     monkeypatch.setattr(torch, "isfinite", lambda values: looks.append(values.numel()) or isfinite(values))
-    assert nan_check.not_finite(column, masks) == []
+    assert rollout_data.not_finite(column, masks) == []
     assert looks == [10]
     column[2][4] = float("nan")
     masks[2][4] = 0
-    assert nan_check.not_finite(column, masks) == []
+    assert rollout_data.not_finite(column, masks) == []
     column[3][0] = float("inf")
-    assert nan_check.not_finite(column, masks) == [3]
-    assert nan_check.not_finite([], []) == []
+    assert rollout_data.not_finite(column, masks) == [3]
+    assert rollout_data.not_finite([], []) == []

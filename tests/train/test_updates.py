@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from slime.data.sample import Sample
+from slime.train.actor import NotFinite, train_step
 from slime.train.backend import StepTotals
 from slime.train.microbatch_plan import build_schedule
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from slime.train.samples.dp_shards import rank_shares
-from slime.train.step import NotFinite, train_step
 from slime.train.topology import Ranks, Topology
 from tests.peers import together
 from tests.train import hooks
