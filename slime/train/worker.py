@@ -61,7 +61,7 @@ def serve(channel: Channel) -> None:
                 trainer = Trainer(config, device, progress, names=params["names"])
                 meeting = TrainerRendezvous(**params["meeting"])
                 reply["result"] = trainer.init(join_ranks(device, meeting=meeting, timeout_minutes=COLLECTIVE_MINUTES))
-                verbs = verbs_of(trainer, trainer.sender)
+                verbs = verbs_of(trainer, trainer.sender, trainer.sender.shared)
             elif method not in verbs:
                 raise RuntimeError(f"{method} was called before init, or is not a verb of a trainer")
             else:

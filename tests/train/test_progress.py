@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,7 +176,7 @@ class ReportingTrainer:
     def __init__(self, config: Config, device: str, progress: RankProgress, *, names: dict[str, str]) -> None:
         ReportingTrainer.made = self
         self.progress = progress
-        self.sender = object()
+        self.sender = SimpleNamespace(shared=object())
 
     def init(self, ranks: dict[str, Any]) -> str:
         self.ranks = ranks

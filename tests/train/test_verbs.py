@@ -12,10 +12,11 @@ import pytest
 
 from slime.train.trainer import Trainer
 from slime.train.verbs import verb, verbs_of
+from slime.train.weight_export.ipc import SharedWeights
 from slime.train.weight_export.sender import WeightSender
 
 SLIME = Path(__file__).parents[2] / "slime"
-VERBS = verbs_of(Trainer.__new__(Trainer), WeightSender.__new__(WeightSender))
+VERBS = verbs_of(*(owner.__new__(owner) for owner in (Trainer, WeightSender, SharedWeights)))
 
 
 def calls() -> Iterator[tuple[str, list[str]]]:

@@ -54,6 +54,17 @@ class OneRank:
         return self._export.buckets(dtype, max_bytes, owners)
 
 
+class OneActor:
+    """The policy of a trainer with one rank, as far as exporting needs it."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.backend = OneRank(model)
+        self.exported: list[int] = []
+
+    def remember_exported(self, version: int) -> None:
+        self.exported.append(version)
+
+
 class ModelSource(LocalSource):
     """A weight source; `step` changes a few elements of every tensor.
 

@@ -24,7 +24,7 @@ from slime.weights.ipc import HOST, SharedMemoryPublisher
 from slime.weights.publisher import PublisherSettings
 from tests.tiny_models import make_model_folder
 from tests.weights.conftest import LocalSource
-from tests.weights.model_source import OneRank
+from tests.weights.model_source import OneActor
 
 PROMPT = [5, 9, 3, 17, 4, 11]
 
@@ -111,8 +111,8 @@ class Sharing(Trainer):
 
     def __init__(self, folder: Path, device: dict[str, Any], *, has_region: bool = True) -> None:
         super().__init__(folder)
-        self.backend: Any = OneRank(self.model)
-        self.weights = SharedWeights(dtype=torch.float32, buffer_size=2**14)
+        actor: Any = OneActor(self.model)
+        self.weights = SharedWeights(actor, dtype=torch.float32, buffer_size=2**14)
         self.device = device
         self.has_region = has_region
         self.calls: list[str] = []
@@ -121,11 +121,11 @@ class Sharing(Trainer):
         self.calls.append(f"{'device' if region is None else 'region'} {number}")
         if region is None:
             return self.device
-        return self.weights.share(self.backend, number, region) if self.has_region else {"refused": "no space left"}
+        return self.weights.share_bucket(number, version, region) if self.has_region else {"refused": "no space left"}
 
     def stop_sharing(self) -> None:
         self.calls.append("stop")
-        self.weights.stop()
+        self.weights.stop_sharing()
 
 
 UNOPENABLE = {

@@ -16,7 +16,7 @@ from slime.engine.embedded.weights.parameter_views import FolderViews
 from slime.engine.embedded.weights.process_groups import AnnouncedBucket
 from slime.train.weight_export.ipc import SharedWeights
 from tests.tiny_models import make_model_folder
-from tests.weights.model_source import OneRank
+from tests.weights.model_source import OneActor
 
 CPU = torch.device("cpu")
 
@@ -39,10 +39,12 @@ def parse_announced(answer: dict[str, Any]) -> AnnouncedBucket:
 
 def share_weights(model: Any, path: Path) -> tuple[SharedWeights, dict[str, Any]]:
     """Share weights in bfloat16, gathered in several parts, and return the answer of the trainer rank."""
-    weights = SharedWeights(dtype=torch.bfloat16, buffer_size=2**16)
-    backend: Any = OneRank(model)
-    assert len(backend.hf_plan(torch.bfloat16, 2**16)) > 1
-    return weights, weights.share(backend, 1, str(path))
+    actor: Any = OneActor(model)
+    weights = SharedWeights(actor, dtype=torch.bfloat16, buffer_size=2**16)
+    assert len(actor.backend.hf_plan(torch.bfloat16, 2**16)) > 1
+    answer = weights.share_bucket(1, 7, str(path))
+    assert actor.exported == [7]
+    return weights, answer
 
 
 def test_shared_bucket_is_loaded_in_the_dtype_of_the_model(tmp_path: Path, folder: Path) -> None:
@@ -85,14 +87,15 @@ def test_region_is_reused_and_reopened_after_a_trainer_restart(tmp_path: Path, f
     views, path = FolderViews(served), tmp_path / "region"
     for factor in (2.0, 3.0):
         trained = load_model(folder)
-        weights, backend = SharedWeights(dtype=torch.float32, buffer_size=2**16), OneRank(trained)
+        actor: Any = OneActor(trained)
+        weights = SharedWeights(actor, dtype=torch.float32, buffer_size=2**16)
         for _ in range(2):
             with torch.no_grad():
                 for parameter in trained.parameters():
                     parameter.mul_(factor)
             inode = path.stat().st_ino if path.exists() else None
-            answer = weights.share(backend, 1, str(path))  # type: ignore[arg-type]
-            weights.stop()
+            answer = weights.share_bucket(1, 7, str(path))
+            weights.stop_sharing()
             opened = engine.open(HostMemory(str(path)), parse_announced(answer), views, CPU)
             opened.load(views)
             opened.close()

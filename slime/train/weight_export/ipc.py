@@ -17,8 +17,9 @@ import torch
 from slime.cluster.memory.cuda_driver import CudaDriver, CudaDriverError
 from slime.cluster.memory.regions import ALIGNMENT, HostRegion, align_up
 from slime.storage.json_types import JsonObject
-from slime.train.backend import TrainBackend
+from slime.train.actor import Actor
 from slime.train.backends.hf_buckets import HfBucket, HfTensor
+from slime.train.verbs import verb
 
 SENDER_RANKS = (0,)
 """The ranks that serve the engines: rank 0 has all buckets."""
@@ -28,7 +29,8 @@ _WHOLE, _IN_PARTS, _REFUSED = "whole", "in parts", "refused: "
 class SharedWeights:
     """The shared memory, and the state of the update in progress."""
 
-    def __init__(self, *, dtype: torch.dtype, buffer_size: int) -> None:
+    def __init__(self, actor: Actor, *, dtype: torch.dtype, buffer_size: int) -> None:
+        self._actor = actor
         self._dtype = dtype
         self._buffer_size = buffer_size
         self._parts: list[int] = []  # the number of gathered buckets in each shared bucket
@@ -37,14 +39,18 @@ class SharedWeights:
         self._memory: JsonObject = {}
         self._region: HostRegion | None = None
 
+    @verb()
     @torch.no_grad()
-    def share(self, backend: TrainBackend, number: int, region: str | None) -> JsonObject:
-        """Return the place of a bucket (`memory`, on rank 0), or the reason for a refusal (`refused`).
+    def share_bucket(self, number: int, version: int, region: str | None = None) -> JsonObject:
+        """Put a bucket into memory that engines on this machine open: device memory, or a host region at this path.
 
-        Buckets are requested in order; the first starts a new update, and its answer has the layouts (`buckets`).
+        Returns its place (`memory`, on rank 0), or the reason why it is impossible (`refused`). Buckets are requested
+        in order; the first starts a new update, and its answer has the layouts (`buckets`).
         """
+        backend = self._actor.backend
         answer: JsonObject = {}
         if number == 1:
+            self._actor.remember_exported(version)
             plan, world = backend.hf_plan(self._dtype, self._buffer_size, owners=SENDER_RANKS), backend.topology.world
             own = []
             if world.rank == 0:
@@ -82,8 +88,9 @@ class SharedWeights:
             torch.cuda.current_stream(device).synchronize()
         return answer | {"memory": self._memory}
 
-    def stop(self) -> None:
-        """End the update, successful or not, and free the device memory."""
+    @verb()
+    def stop_sharing(self) -> None:
+        """End the update, successful or not, and free the device memory; engines have copied what they need."""
         for _ in self._buckets:
             pass
         self._buckets, self._held, self._memory = iter(()), None, {}

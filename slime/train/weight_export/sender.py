@@ -1,4 +1,4 @@
-"""The trainer side of a weight update: files, deltas, broadcasts, shared memory, checksums.
+"""The trainer side of a weight update: files, deltas, broadcasts, checksums.
 
 Invariant: the announced buckets are the ones that are sent, and every tensor is sent in the rollout's dtype. All ranks
 call each verb together. Each rank makes files, deltas and checksums of the tensors it owns; only rank 0 broadcasts to
@@ -40,7 +40,8 @@ Layout = list[JsonObject]
 class WeightSender:
     """Verbs of a weight update, and the state between updates.
 
-    That is the last published bytes (in delta mode), the shared memory, and the process group with the engines.
+    That is the last published bytes (in delta mode) and the process group with the engines; `shared` has the verbs of
+    shared memory.
     """
 
     def __init__(self, config: Config, actor: Actor, *, dtype: torch.dtype, device: str) -> None:
@@ -51,7 +52,7 @@ class WeightSender:
         self._encoding = config.update_weight_delta_encoding
         self._checksum = delta_checksum(config.update_weight_delta_checksum, device)
         self._group: dist.ProcessGroup | None = None
-        self._shared = SharedWeights(dtype=dtype, buffer_size=config.update_weight_buffer_size)
+        self.shared = SharedWeights(actor, dtype=dtype, buffer_size=config.update_weight_buffer_size)
         self.published: PublishedWeights | None = None
         if config.update_weight_mode == "delta":
             from slime.train.weight_export.delta import PublishedWeights  # imports zstandard and xxhash
@@ -199,24 +200,6 @@ class WeightSender:
         except BaseException:
             self.leave_engines()
             raise
-
-    # memory shared with the engines
-
-    @verb()
-    def share_bucket(self, number: int, version: int, region: str | None = None) -> JsonObject:
-        """Put a bucket into memory that engines on this machine open: device memory, or a host region at this path.
-
-        Returns its place (`memory`, on rank 0), or the reason why it is impossible (`refused`). The first answer of an
-        update also has `buckets`; it is one bucket if the memory has room for all tensors.
-        """
-        if number == 1:
-            self._actor.remember_exported(version)
-        return self._shared.share(self._backend, number, region)
-
-    @verb()
-    def stop_sharing(self) -> None:
-        """End the update, after all engines have copied its buckets, and free the device memory."""
-        self._shared.stop()
 
     # checks
 
