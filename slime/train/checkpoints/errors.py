@@ -51,16 +51,15 @@ def run_together(ranks: WritingRanks, write: Callable[[], T] | None, what: str) 
 
 
 def write_together(
-    ranks: WritingRanks, tensors: Iterator[object], write: Callable[[Iterator[Any]], object] | None, what: str
-) -> None:
-    """Let `write` consume `tensors` on the rank that has it; the other ranks iterate without writing."""
+    ranks: WritingRanks, tensors: Iterator[object], write: Callable[[Iterator[Any]], T] | None, what: str
+) -> T | None:
+    """Let `write` consume `tensors` on the rank that has it, and return its result; the others iterate without it."""
 
-    def consume() -> None:
+    def consume() -> T | None:
         try:
-            if write is not None:
-                write(tensors)
+            return None if write is None else write(tensors)
         finally:
             for _ in tensors:  # finish the iteration: all ranks take part in gathering each tensor
                 pass
 
-    run_together(ranks, consume, what)
+    return run_together(ranks, consume, what)

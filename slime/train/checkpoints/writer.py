@@ -39,7 +39,7 @@ from slime.data.source_state import state_path
 from slime.models.saving import replace_folder
 from slime.storage.files import FolderTaken, fsync_path, is_checkpoint
 from slime.storage.json_types import JsonObject
-from slime.train.checkpoints.errors import WritingRanks, run_together
+from slime.train.checkpoints.errors import WritingRanks, run_together, write_together
 from slime.train.checkpoints.rank_files import SavedPart, write_parts
 from slime.train.checkpoints.staging import LEFT_BEHIND, staging_folder, staging_folders
 from slime.train.topology import Ranks
@@ -109,18 +109,11 @@ def commit(
     added: Callable[[str], None] = lambda _: None,
 ) -> Path:
     """Write the checkpoints, the policy's last, and name them as the latest; all ranks call it together."""
-
-    def write_parts_of(draft: CheckpointDraft) -> dict[str, int]:
-        try:
-            return write_parts(draft.staging, ranks.rank, draft.parts, added=added)
-        finally:
-            for _ in draft.parts:  # finish the iteration: other ranks may be waiting for this rank's share
-                pass
-
     try:
         files = []
         for draft in drafts:  # the names and sizes of the files of all ranks
-            own = run_together(ranks, partial(write_parts_of, draft), str(draft)) or {}
+            write = partial(write_parts, draft.staging, ranks.rank, added=added)
+            own = write_together(ranks, iter(draft.parts), write, str(draft)) or {}
             files.append(dict(json.loads(pair) for pair in sorted(ranks.union(map(json.dumps, own.items())))))
         for draft, sizes in zip(drafts, files, strict=True):
             run_together(ranks, partial(draft.complete, sizes) if ranks.rank == 0 else None, str(draft))
