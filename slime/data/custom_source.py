@@ -25,7 +25,7 @@ from slime.data.source import (
     remove_by_identity,
     samples_of,
 )
-from slime.data.source_state import latest_state_path, read_state, state_path, write_state
+from slime.data.source_state import find_state, read_state, state_path, write_state
 from slime.errors import UserError
 from slime.storage.json_types import JsonObject
 
@@ -135,8 +135,8 @@ class UserSource:
             return
         path = None
         if self.args.load is not None and rollout_id != -1 and self._has_state():
-            path = latest_state_path(self.args.load) if rollout_id is None else state_path(self.args.load, rollout_id)
-        if path is not None and path.is_file():
+            path = find_state(self.args.load, rollout_id)
+        if path is not None:
             self._take(read_state(path), str(path))
         elif rollout_id is not None and rollout_id >= 0:
             logger.warning("%s %s cannot load a position: prompts start over", FLAG, self.args.data_source_path)

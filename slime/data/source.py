@@ -27,7 +27,7 @@ from slime.data.source_state import (
     SampleRecords,
     buffer_from_state,
     buffer_state,
-    latest_state_path,
+    find_state,
     read_state,
     state_path,
     write_state,
@@ -127,8 +127,8 @@ class RolloutDataSource(DataSource):
         """Resume from the position saved under `--load` for `rollout_id` (None: the latest; -1: a fresh start)."""
         if self.args.load is None or rollout_id == -1:
             return
-        path = latest_state_path(self.args.load) if rollout_id is None else state_path(self.args.load, rollout_id)
-        if path is None or not path.is_file():
+        path = find_state(self.args.load, rollout_id)
+        if path is None:
             logger.warning(
                 "no saved data position for rollout %s under %s: prompts start over", rollout_id, self.args.load
             )

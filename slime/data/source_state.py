@@ -31,10 +31,12 @@ def state_path(folder: str | Path, rollout_id: int) -> Path:
     return Path(folder) / "rollout" / f"data_state_{rollout_id}.json"
 
 
-def latest_state_path(folder: str | Path) -> Path | None:
-    """Return the path of the state file with the highest rollout id, or None."""
-    found = saved_rollouts(folder)
-    return state_path(folder, max(found)) if found else None
+def find_state(folder: str | Path, rollout_id: int | None) -> Path | None:
+    """Return the state file of a rollout, or of the last one that was saved; None if there is none."""
+    if rollout_id is None:
+        rollout_id = max(saved_rollouts(folder), default=-1)
+    path = state_path(folder, rollout_id)
+    return path if path.is_file() else None
 
 
 def saved_rollouts(folder: str | Path) -> set[int]:

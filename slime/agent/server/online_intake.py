@@ -57,7 +57,8 @@ class LiveConversations:
 
     def __init__(self, settings: LiveSettings, sessions: Sessions) -> None:
         self._settings, self._sessions = settings, sessions
-        self._store = ExchangeStore(Path(settings.store))
+        self.store = ExchangeStore(Path(settings.store))
+        """The exchanges that wait to be trained on."""
         path = settings.filter_path
         self._filter = None if path is None else load_plugin(path, "--live-filter-path")
         self._open: OrderedDict[str, _Conversation] = OrderedDict()
@@ -106,7 +107,7 @@ class LiveConversations:
         deadline = asyncio.get_running_loop().time() + POLL_S
         while True:
             self._arrived.clear()
-            record = await asyncio.to_thread(self._store.take, slot)
+            record = await asyncio.to_thread(self.store.take, slot)
             left = deadline - asyncio.get_running_loop().time()
             if record is not None or left <= 0:
                 return record
@@ -115,21 +116,16 @@ class LiveConversations:
             except TimeoutError:
                 continue
 
-    @property
-    def store(self) -> ExchangeStore:
-        """The exchanges that wait to be trained on."""
-        return self._store
-
     def stats(self) -> dict[str, int]:
         """Counters of events, and the number of waiting exchanges."""
-        return {**self.counts, "open": len(self._open), "waiting": self._store.waiting()}
+        return {**self.counts, "open": len(self._open), "waiting": self.store.waiting()}
 
     async def aclose(self) -> None:
         """Finish the pending writes, and close the store."""
         self._sweeping.cancel()
         await asyncio.gather(self._sweeping, *self._keeping, return_exceptions=True)
         logger.info("the live service ends: %s", dict(self.counts))
-        await asyncio.to_thread(self._store.close)
+        await asyncio.to_thread(self.store.close)
 
     def _opened(self, name: str, consents: bool) -> _Conversation:
         settings = self._settings
@@ -159,7 +155,7 @@ class LiveConversations:
                 return
             known.consents = False
             self.counts["withdrawn"] += 1
-        await self._store.withdraw(self._hidden(name))
+        await self.store.withdraw(self._hidden(name))
 
     def _continued(self, conversation: _Conversation, prompt: Prompt) -> asyncio.Future[None]:
         """Handle a message after an answer; the future is done when the exchange is stored or discarded."""
@@ -190,7 +186,7 @@ class LiveConversations:
             return
         if not conversation.consents:  # withdrawn while the filter ran
             return
-        await self._store.put(self._hidden(conversation.name), exchange.to_record())
+        await self.store.put(self._hidden(conversation.name), exchange.to_record())
         self.counts["kept"] += 1
         self._arrived.set()
 

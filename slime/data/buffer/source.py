@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,9 +57,7 @@ class JournalSampleLookup:
 
     def find(self, name: str, row_ids: list[int]) -> dict[int, Sample]:
         found = self._journal.samples(row_ids) if name == self.name() else self._found_elsewhere(name, row_ids)
-        for sample in found.values():
-            if sample.response_length and sample.status is Sample.Status.PENDING:
-                sample.status = Sample.Status.ABORTED  # it was in progress when its run ended
+        _abort_started(found.values())
         return found
 
     def _found_elsewhere(self, name: str, row_ids: list[int]) -> dict[int, Sample]:
@@ -218,9 +216,7 @@ class JournaledSource:
                     self.source.load(start - 1)  # for other state that a subclass saves
                 if position is not None:
                     self.source.load_state_dict(position, origin=str(self.journal.path))
-            for sample in _samples(recovered.groups):
-                if sample.response_length and sample.status is Sample.Status.PENDING:
-                    sample.status = Sample.Status.ABORTED  # it was in progress when the run ended
+            _abort_started(_samples(recovered.groups))
             if _takes_groups(self.source):
                 self.source.add_samples(recovered.groups)
             else:
@@ -239,6 +235,13 @@ def _buffered(source: object) -> list[Group]:
     if isinstance(source, RolloutDataSourceWithBuffer):
         return source.buffer
     return source.buffered() if isinstance(source, UserSource) else []
+
+
+def _abort_started(samples: Iterable[Sample]) -> None:
+    """Mark samples as aborted that were in progress when their run ended."""
+    for sample in samples:
+        if sample.response_length and sample.status is Sample.Status.PENDING:
+            sample.status = Sample.Status.ABORTED
 
 
 def _samples(groups: list[Group]) -> Iterator[Sample]:
