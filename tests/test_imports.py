@@ -14,12 +14,12 @@ import pytest
 ROOT = Path(__file__).parents[1]
 Graph = Mapping[str, set[str]]
 CEILINGS = {
-    "files": 560,
+    "files": 545,
     "files under 60 lines": 45,
-    "files under 60 lines with one importer": 5,
-    "public class names in several files, per 1,000": 15,
-    "private helpers used once, per 1,000 lines": 9.0,
-    "lines with Any, per 1,000": 10.0,
+    "files under 60 lines with one importer": 3,
+    "public class names in several files, per 1,000": 8,
+    "private helpers used once, per 1,000 lines": 8.0,
+    "lines with Any, per 1,000": 6.0,
 }
 BELOW: dict[str, set[str]] = {"http": set(), "sglang": {"http"}, "fleet": {"http", "sglang"}, "embedded": set()}
 BELOW["elastic"] = {"http", "fleet"}
