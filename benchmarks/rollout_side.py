@@ -160,9 +160,7 @@ def drive(url: str, groups: int, samples: int, length: int, rollouts: int, profi
             ended.append(time.monotonic())
             return made
 
-        maker = RolloutMaker(
-            runtime.args, rollout, source, journal=journal, log=lambda *_: False, at_work=ExitStack, pulse=runtime.pulse
-        )
+        maker = RolloutMaker(runtime, rollout, source, log=lambda *_: False, at_work=ExitStack)
         profiler = cProfile.Profile(time.thread_time)
         print(json.dumps("ready"), flush=True)
         for number, _ in enumerate(sys.stdin):

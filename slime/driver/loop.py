@@ -35,6 +35,7 @@ from slime.cluster.watchdog import watch_signals
 from slime.config import Config, resolve_for_run, save_config
 from slime.config.async_mode import is_async
 from slime.config.datasets import eval_datasets, evaluates, prompt_files
+from slime.config.flags.rollout import DEFAULT_ROLLOUT_FUNCTION
 from slime.config.initial_weights import describe_initial_weights, model_folders
 from slime.config.plugins import check_given, load_function
 from slime.config.plugins.tracking import forward_metrics_to
@@ -71,9 +72,9 @@ from slime.rollout.debug_data import (
     evaluated_samples,
     save_evaluation,
 )
-from slime.rollout.evaluate import EvalPrompts, complete_evaluation
+from slime.rollout.evaluate import EvalPrompts, complete_evaluation, evaluate
 from slime.rollout.health_warnings import HealthWarnings
-from slime.rollout.outcomes import RolloutFnEvalOutput, call_rollout_fn, leaves
+from slime.rollout.outcomes import RolloutFnEvalOutput, RolloutFnTrainOutput, call_rollout_fn, leaves
 from slime.rollout.pipeline import GeneratedRollout, RolloutFeed, RolloutMaker, make_feed
 from slime.storage.json_types import JsonObject
 from slime.train.ci_checks import check_grad_norms, check_numbers
@@ -260,18 +261,8 @@ class Run:
         rollout_fn = _rollout_function(config.rollout_function_path, "--rollout-function-path")
         if isinstance(self.data_source, DumpedRollouts):
             rollout_fn = self.data_source.generate_rollout
-        maker = RolloutMaker(
-            self.runtime.args,
-            rollout_fn,
-            self.data_source,
-            journal=self.journal,
-            log=log,
-            at_work=self.parts.engines_at_work,
-            pulse=self.runtime.pulse,
-        )
-        return make_feed(
-            maker, self.runtime, self.data_source, start=self.start, total=self.total, replayed=self.replayed
-        )
+        maker = RolloutMaker(self.runtime, rollout_fn, self.data_source, log=log, at_work=self.parts.engines_at_work)
+        return make_feed(maker, start=self.start, total=self.total, replayed=self.replayed)
 
     # the loop
 
@@ -387,10 +378,15 @@ class Run:
         self.turns.to_rollout()
         self.progress.status("rollout", "evaluating")
         self.runtime.state.evaluation_id = step
+        evaluated: RolloutFnTrainOutput | RolloutFnEvalOutput
         with self.parts.engines_at_work():
-            output = call_rollout_fn(self._eval_fn, self.runtime.plugin_args, step, self.data_source, evaluation=True)
-        assert isinstance(output, RolloutFnEvalOutput)
-        output = complete_evaluation(self.runtime.args, output)
+            if self._eval_fn is None:
+                evaluated = self.runtime.run(evaluate(self.runtime, step), whom=f"evaluation {step}")
+            else:
+                args, source = self.runtime.plugin_args, self.data_source
+                evaluated = call_rollout_fn(self._eval_fn, args, step, source, evaluation=True)
+        assert isinstance(evaluated, RolloutFnEvalOutput)
+        output = complete_evaluation(self.runtime.args, evaluated)
         metrics = dict(output.metrics or {})
         save_evaluation(self.config, step, output.data)
         completions = evaluated_samples(output.data)
@@ -465,7 +461,10 @@ class Run:
         )
 
 
-def _rollout_function(path: str | None, flag: str) -> Callable[..., Any]:
+def _rollout_function(path: str | None, flag: str) -> Callable[..., Any] | None:
+    """Load the user's rollout function; None for the default one, which the run calls with the runtime it holds."""
+    if path == DEFAULT_ROLLOUT_FUNCTION:
+        return None
     assert path is not None
     return load_function(path, what=flag, params=("args", "rollout_id", "data_source"))
 

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-async def evaluate(args: Config, rollout_id: int) -> RolloutFnEvalOutput:
+async def evaluate(runtime: RolloutRuntime, rollout_id: int) -> RolloutFnEvalOutput:
     """Evaluate on all datasets of ``--eval-prompt-data`` and ``--eval-config``."""
-    runtime = runtime_for(args)
     args = runtime.args
     runtime.state.evaluation_id = rollout_id
     if not runtime.eval_datasets:
@@ -40,9 +39,8 @@ async def evaluate(args: Config, rollout_id: int) -> RolloutFnEvalOutput:
     return RolloutFnEvalOutput(data, eval_metrics(args, data))
 
 
-async def evaluate_dataset(args: object, rollout_id: int, dataset: EvalDataset) -> dict[str, EvalResult]:
+async def evaluate_dataset(runtime: RolloutRuntime, rollout_id: int, dataset: EvalDataset) -> dict[str, EvalResult]:
     """Evaluate on one dataset and return the result under its name; its prompts are read once per runtime."""
-    runtime = runtime_for(args)
     runtime.state.evaluation_id = rollout_id
     known = runtime.eval_datasets | runtime.single_eval_datasets
     what = known.get(dataset.name)
@@ -101,7 +99,7 @@ async def _evaluate_dataset(runtime: RolloutRuntime, what: EvalPrompts) -> EvalR
             sample.metadata |= copy.deepcopy(dataset.metadata_overrides)
         groups.append(group)
     finished = await gather_or_cancel(
-        generate_and_rm_group(runtime.plugin_args, group, params, evaluation=True) for group in groups
+        generate_and_rm_group(runtime, group, params, evaluation=True) for group in groups
     )
     samples = sorted(leaves(finished), key=lambda sample: -1 if sample.index is None else sample.index)
     refuse_all_failed(samples, f"evaluation on {dataset.name}")

@@ -289,7 +289,7 @@ class SampleOwners:
 class DispatchedSample:
     """A sample as it was dispatched; all results of its generation belong to it."""
 
-    def __init__(self, sample: Sample, claims: SampleOwners | None = None) -> None:
+    def __init__(self, sample: Sample, claims: SampleOwners | None = None, *, is_checked: bool = False) -> None:
         self._sample = sample
         self._claims = SampleOwners() if claims is None else claims
         self._key = (evaluating.get(), sample.session_id, sample.group_index, sample.index)
@@ -298,7 +298,8 @@ class DispatchedSample:
         self._inherited = {name: getattr(sample, name) for name in _INHERITED_FIELDS}
         self._prompt: list[int] = []
         try:
-            check_sample(sample)
+            if not is_checked:
+                check_sample(sample)
         except BadSample:
             return
         self._prompt = prompt_tokens(sample)

@@ -12,40 +12,33 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from slime.cluster.watchdog import acting_as, background, raise_failures, waiting
-from slime.config import Config
 from slime.config.algorithm import trains_on_log_probs
 from slime.config.async_mode import is_async, may_train_on_stale_tokens
 from slime.config.flags.rollout import ONE_STEP
-from slime.config.plugins.view import plugin_args
-from slime.data.buffer import Journal, JournaledSource
+from slime.data.buffer import JournaledSource
 from slime.data.sample import Sample
 from slime.data.source import observes
 from slime.errors import UserError
-from slime.rollout.continuous import ContinuousRollout
 from slime.rollout.debug_data import save_rollout
+from slime.rollout.dispatcher import Dispatcher, fill_batch
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.outcomes import (
     DispatchedSample,
-    FailureLog,
-    PromptSource,
     RolloutFnTrainOutput,
     call_rollout_fn,
     is_settled,
     leaves,
     refuse_all_failed,
 )
-from slime.rollout.progress import SampleProgress
-from slime.rollout.runtime import RolloutRuntime, bounds_of, find_runtime
+from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.staleness import staleness_metrics
 from slime.storage.json_types import JsonObject
-
-T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -65,54 +58,42 @@ class GeneratedRollout:
 
 
 class RolloutMaker:
-    """Produces rollouts by number; `at_work` supervises the engines while they generate."""
+    """Produces rollouts by number; `at_work` supervises the engines while they generate.
+
+    `rollout_fn` is the user's rollout function; without one the dispatcher is called directly.
+    """
 
     def __init__(
         self,
-        args: Config,
-        rollout_fn: Callable[..., object],
+        runtime: RolloutRuntime,
+        rollout_fn: Callable[..., object] | None,
         data_source: Any,
         *,
-        journal: Journal | None,
         log: LogFunction,
         at_work: Callable[[], AbstractContextManager[None]],
-        pulse: SampleProgress | None = None,
     ) -> None:
-        self._args = args
+        self.runtime = runtime
+        self._args = args = runtime.args
         self._rollout_fn = rollout_fn
-        self._data_source = data_source
-        self._batches = data_source if isinstance(data_source, JournaledSource) else journal
+        self.data_source = data_source
+        self._batches = data_source if isinstance(data_source, JournaledSource) else runtime.journal
         self._log = log
         self.at_work = at_work
-        self._pulse = pulse or SampleProgress()
-        self._failures = FailureLog()
-        self._bounds = bounds_of(args)
+        batch_plugins = (
+            args.dynamic_sampling_filter_path, args.rollout_sample_filter_path, args.rollout_all_samples_process_path,
+        )  # fmt: skip
+        self._is_foreign = rollout_fn is not None or any(path is not None for path in batch_plugins)
+        """True if a function of the user may have changed samples after the rollout checked them."""
 
-    def make(self, rollout_id: int) -> GeneratedRollout:
-        """Return the rollout from the journal if it is there, else call the rollout function."""
-
-        def call() -> RolloutFnTrainOutput:
-            runtime = find_runtime(self._args)
-            if runtime is not None:
-                runtime.state.rollout_id = rollout_id  # for hooks, from any caller
-            with self._pulse.during(self._args.rollout_batch_size * self._args.n_samples_per_prompt):
-                output = call_rollout_fn(
-                    self._rollout_fn, plugin_args(self._args), rollout_id, self._data_source, evaluation=False
-                )
-            assert isinstance(output, RolloutFnTrainOutput)
-            return output
-
-        return self.make_with(rollout_id, call)
-
-    def make_with(self, rollout_id: int, sample: Callable[[], RolloutFnTrainOutput]) -> GeneratedRollout:
-        """Return the rollout from the journal if it is there, else from `sample()`."""
+    def make(self, rollout_id: int, sample: Callable[[], RolloutFnTrainOutput] | None = None) -> GeneratedRollout:
+        """Return the rollout from the journal if it is there, else from `sample()`, by default a new rollout."""
         found = None if self._batches is None else self._batches.batch(rollout_id)
         if found is not None:
             groups, metrics = found
             return self._finished(rollout_id, groups, metrics, seconds=0.0)
         began = time.monotonic()
         with self.at_work():
-            output = sample()
+            output = self._new_rollout(rollout_id) if sample is None else sample()
         seconds = time.monotonic() - began
         samples = self._usable(rollout_id, output.samples)
         made = dict(output.metrics or {})
@@ -122,14 +103,24 @@ class RolloutMaker:
             made |= staleness_metrics(samples, rollout_id)
         if self._batches is not None:
             self._batches.assign(rollout_id, output.samples, made)
-        elif observes(self._data_source):
-            self._data_source.observe_samples(rollout_id, output.samples)
+        elif observes(self.data_source):
+            self.data_source.observe_samples(rollout_id, output.samples)
         return self._finished(rollout_id, output.samples, made, seconds)
+
+    def _new_rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
+        runtime, source = self.runtime, self.data_source
+        runtime.state.rollout_id = rollout_id  # for hooks, from any caller
+        with runtime.pulse.during(self._args.rollout_batch_size * self._args.n_samples_per_prompt):
+            if self._rollout_fn is None:
+                return runtime.run(fill_batch(runtime, rollout_id, source), whom=f"rollout {rollout_id}")
+            output = call_rollout_fn(self._rollout_fn, runtime.plugin_args, rollout_id, source, evaluation=False)
+        assert isinstance(output, RolloutFnTrainOutput)
+        return output
 
     def _usable(self, rollout_id: int, groups: object) -> list[Sample]:
         """Validate the groups before they are recorded, and return all samples; invalid ones are marked as failed.
 
-        Most samples were checked when they finished; rollout functions and filters of the user may change them later.
+        The dispatcher's samples were checked when they finished; functions of the user may have changed them since.
         """
         if not isinstance(groups, list) or not _holds_samples(groups):
             raise UserError(
@@ -160,15 +151,15 @@ class RolloutMaker:
                     "vocabulary, but training takes log-probs over all of it, which biases the gradient: sample "
                     "without top-p, or accept that with --allow-biased-sampling"
                 )
-            if not is_settled(sample, self._bounds):
-                DispatchedSample(sample).settle(sample, "rollout", self._failures, self._bounds)
+            if self._is_foreign and not is_settled(sample, self.runtime.bounds):
+                DispatchedSample(sample).settle(sample, "rollout", self.runtime.failures, self.runtime.bounds)
         refuse_all_failed(samples, f"rollout {rollout_id}")
         return samples
 
     def _finished(self, rollout_id: int, groups: list[Any], metrics: JsonObject, seconds: float) -> GeneratedRollout:
         save_rollout(self._args, rollout_id, groups)
         samples = list(leaves(groups))
-        is_logged = self._log(rollout_id, plugin_args(self._args), samples, dict(metrics), seconds) is True
+        is_logged = self._log(rollout_id, self.runtime.plugin_args, samples, dict(metrics), seconds) is True
         return GeneratedRollout(groups, metrics, is_logged)
 
 
@@ -176,12 +167,6 @@ def _holds_samples(nested: object) -> bool:
     if isinstance(nested, list | tuple):
         return all(map(_holds_samples, nested))
     return isinstance(nested, Sample)
-
-
-class RunOnRolloutLoop(Protocol):
-    """Runs a coroutine on the event loop of the rollout and waits for its result."""
-
-    def __call__(self, coro: Coroutine[object, object, T], /, *, whom: str | None = None) -> T: ...
 
 
 class RolloutFeed(ABC):
@@ -283,41 +268,31 @@ class OneStepAheadFeed(RolloutFeed):
 class FullyAsyncFeed(RolloutFeed):
     """Fully asynchronous mode: takes finished groups from a generation that continues during training and updates."""
 
-    def __init__(self, maker: RolloutMaker, continuous: ContinuousRollout, run_async: RunOnRolloutLoop) -> None:
-        self._maker = maker
-        self._continuous = continuous
-        self._run_async = run_async
+    def __init__(self, maker: RolloutMaker, *, first: int, total: int, version: int) -> None:
+        self._maker, self._run = maker, maker.runtime.run
+        self._dispatcher = Dispatcher(maker.runtime, maker.data_source, first)
         self._watched = ExitStack()
         self._watched.enter_context(maker.at_work())  # also while the trainers work
-        run_async(continuous.start())
+        self._run(self._dispatcher.start(total=total, version=version))
 
     def get(self, rollout_id: int) -> GeneratedRollout:
         name = f"rollout {rollout_id}"
-        return self._maker.make_with(rollout_id, lambda: self._run_async(self._continuous.take(rollout_id), whom=name))
+        return self._maker.make(rollout_id, lambda: self._run(self._dispatcher.take(rollout_id), whom=name))
 
     def weights_arrived(self, version: int) -> None:
-        self._run_async(self._continuous.weights_arrived(version))
+        self._run(self._dispatcher.weights_arrived(version))
 
     def close(self) -> None:
-        self._run_async(self._continuous.aclose())
+        self._run(self._dispatcher.aclose())
         self._watched.close()
 
 
-def make_feed(
-    maker: RolloutMaker,
-    runtime: RolloutRuntime,
-    data_source: PromptSource,
-    *,
-    start: int,
-    total: int,
-    replayed: Sequence[int],
-) -> RolloutFeed:
+def make_feed(maker: RolloutMaker, *, start: int, total: int, replayed: Sequence[int]) -> RolloutFeed:
     """Create the feed for `--async-mode`; `replayed` are rollouts that are already in the journal."""
-    args = runtime.args
+    args = maker.runtime.args
     if not is_async(args):
         return SynchronousFeed(maker)
     if args.async_mode == ONE_STEP:
         return OneStepAheadFeed(maker, start=start, total=total, ready=args.async_buffer_size)
     first = next((number for number in range(start, total) if number not in replayed), max(start, total))
-    continuous = ContinuousRollout(runtime, data_source, first=first, total=total, version=start)
-    return FullyAsyncFeed(maker, continuous, runtime.run)
+    return FullyAsyncFeed(maker, first=first, total=total, version=start)

@@ -46,10 +46,10 @@ from slime.errors import UserError
 from slime.rollout.event_loop import MOST_THREADS, STALL_S, DaemonThreads, LoopThread
 from slime.rollout.gate import ConcurrencyLimit, current_ticket, evaluating, paused_sample_clock
 from slime.rollout.legacy_signatures import as_generate
-from slime.rollout.outcomes import FailureLog, SampleOwners, call_contained
+from slime.rollout.outcomes import FailureLog, Group, SampleOwners, call_contained
 from slime.rollout.progress import SampleProgress
 from slime.rollout.rewards.hub import RewardHub, RewardSettings
-from slime.rollout.state import Dispatch, GenerateState
+from slime.rollout.state import GenerateState
 from slime.storage.json_types import JsonObject
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ class RolloutRuntime:
         config: Config,
         engine_urls: Sequence[str],
         *,
-        dispatch: Dispatch,
+        dispatch: Callable[[RolloutRuntime, Group, JsonObject], Coroutine[object, object, Group]],
         reward: Callable[..., object] | None = None,
         router_url: str | None = None,
         router_only: bool = False,
@@ -142,7 +142,7 @@ class RolloutRuntime:
         self.semaphore = ConcurrencyLimit(self._seats())
         self.state = GenerateState(
             self.args,
-            dispatch=dispatch,
+            dispatch=lambda group, params: dispatch(self, group, params),
             semaphore=self.semaphore,
             tokenizer=lambda: self.tokenizer,
             engine_urls=lambda: self.engine_urls,
@@ -209,6 +209,11 @@ class RolloutRuntime:
         if settings not in self._hubs:
             self._hubs[settings] = RewardHub(self.args, self._reward, args=self.plugin_args)
         return self._hubs[settings]
+
+    @property
+    def has_user_reward(self) -> bool:
+        """True if a function of the user scores the samples of training."""
+        return self._reward is not None or self.args.custom_rm_path is not None
 
     def with_args(self, args: object) -> RolloutRuntime:
         """Return this runtime for a call with `args`: itself, or a copy that uses the changed flags in `args`."""

@@ -40,7 +40,7 @@ from slime.rollout.outcomes import (
 )
 from slime.rollout.retry import MAX_RESUMES, AbortedTooOften
 from slime.rollout.rewards.remote import Teacher
-from slime.rollout.runtime import RolloutRuntime, accepts, runtime_for
+from slime.rollout.runtime import RolloutRuntime, accepts
 from slime.rollout.state import store_result
 from slime.storage.json_types import JsonObject
 from slime.storage.sqlite_store import JournalFailed
@@ -54,13 +54,12 @@ UNSCORED_AFTER_S = 0.25
 
 
 async def generate_and_rm_group(
-    args: Config, group: Sequence[Produced], sampling_params: JsonObject, evaluation: bool = False
+    runtime: RolloutRuntime, group: Sequence[Produced], sampling_params: JsonObject, evaluation: bool = False
 ) -> Group:
     """Generate and score all samples of one prompt; fan-outs that an earlier rollout finished are not changed.
 
     A group reward is computed only if no sample of the group was aborted.
     """
-    runtime = runtime_for(args)
     config = runtime.args
     for sample in leaves(group):
         if sample.session_id is None:
@@ -92,7 +91,9 @@ async def _process_member(
     The copy has the limits of the sample's dataset and a seed that depends only on the run's seed and the sample's
     index. Each request with this seed gets a different derived seed.
     """
-    if not isinstance(member, Sample):
+    if not isinstance(member, Sample):  # a fan-out that an earlier rollout finished
+        for sample in member:
+            DispatchedSample(sample).settle(sample, "rollout", runtime.failures, runtime.bounds)
         return member
     limits = runtime.task_params.get(member.task, {}) if member.task is not None and not evaluation else {}
     params = copy.deepcopy({**sampling_params, **limits})  # a function may write into its lists
@@ -103,7 +104,7 @@ async def _process_member(
         set_sample_seed(params["sampling_seed"])
     before = member.response_length
     with acting_as(f"sample {member.index} of group {member.group_index}"):
-        produced = await _process_sample(runtime, member, params, evaluation)
+        produced = await generate_and_rm(runtime, member, params, evaluation)
     if not any(sample.status is Sample.Status.ABORTED for sample in leaves([produced])):
         tokens = sum(sample.response_length for sample in leaves([produced]))
         (runtime.eval_pulse if evaluation else runtime.pulse).finished(tokens - before)
@@ -115,23 +116,17 @@ async def _process_member(
 
 
 async def generate_and_rm(
-    args: Config, sample: Sample, sampling_params: JsonObject, evaluation: bool = False
+    runtime: RolloutRuntime, sample: Sample, sampling_params: JsonObject, evaluation: bool = False
 ) -> Produced:
     """Generate one sample, run the hooks, and score it; group rewards are computed later for the whole group."""
-    return await _process_sample(runtime_for(args), sample, sampling_params, evaluation)
-
-
-async def _process_sample(
-    runtime: RolloutRuntime, sample: Sample, sampling_params: JsonObject, evaluation: bool
-) -> Produced:
-    """Run `generate_and_rm` as a span of the sample's trace, if samples are traced."""
     if runtime.traces and sample.status is not Sample.Status.PENDING:
         trace_next_attempt(sample)
     with runtime.span(sample, "generate_and_rm"):
         config = runtime.args
         origin, clock = DispatchedSample(sample, runtime.claims), SampleClock(config.rollout_sample_timeout)
         produced: Produced = sample
-        if sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
+        was_complete = sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+        if not was_complete:
             if sample.status is Sample.Status.FAILED:
                 reset_to_prompt(sample)  # a failed sample that was handed out again
             async with runtime.semaphore:
@@ -142,22 +137,27 @@ async def _process_sample(
                     sample.loss_mask = [0] * sample.response_length  # sampled by earlier weights
                 with (runtime.eval_pulse if evaluation else runtime.pulse).sample():
                     produced = await _call_until_complete(runtime, origin, clock, sample, sampling_params, evaluation)
-            produced = await _run_hooks(runtime, clock, produced, _rollout_id(runtime, evaluation), evaluation)
+            produced = await apply_hooks(runtime, produced, None, evaluation, clock)
         if evaluation or any(sample.status is Sample.Status.ABORTED for sample in leaves([produced])):
-            await _teach_and_score(runtime, origin, produced, evaluation)
+            await _teach_and_score(runtime, origin, produced, evaluation, was_complete)
             store_result(sample, produced)
             return produced
         generated = snapshot(produced) if any(map(_wants_reward, leaves([produced]))) else produced
         store_result(sample, generated)
-        await _score_or_record(runtime, sample, generated, _teach_and_score(runtime, origin, produced, evaluation))
+        scoring = _teach_and_score(runtime, origin, produced, evaluation, was_complete)
+        await _score_or_record(runtime, sample, generated, scoring)
         store_result(sample, produced)
         return produced
 
 
 async def _teach_and_score(
-    runtime: RolloutRuntime, origin: DispatchedSample, produced: Produced, evaluation: bool
+    runtime: RolloutRuntime, origin: DispatchedSample, produced: Produced, evaluation: bool, was_complete: bool
 ) -> None:
-    """Add teacher log-probs and rewards to the generated samples; group rewards are computed later."""
+    """Add teacher log-probs and rewards to the generated samples; group rewards are computed later.
+
+    The samples are checked if a function of the user or a teacher was given them, or if they came complete from the
+    data source; others were checked after their generation and hooks.
+    """
     if not evaluation:
         await teach(runtime, list(leaves([produced])))
     if runtime.args.group_rm:
@@ -167,7 +167,9 @@ async def _teach_and_score(
             await score_one(runtime, produced)
         else:
             await score_together(runtime, produced)
-    origin.settle(produced, "reward", runtime.failures, runtime.bounds)
+    has_user_reward = runtime.has_user_reward or any(one.custom_rm_path is not None for one in leaves([produced]))
+    if was_complete or has_user_reward or runtime.state.teacher is not None:
+        origin.settle(produced, "reward", runtime.failures, runtime.bounds)
 
 
 async def _score_or_record(
@@ -262,23 +264,20 @@ def _is_batch_full(runtime: RolloutRuntime) -> bool:
 # hooks
 
 
-async def apply_hooks(args: object, produced: Produced, rollout_id: int | None, evaluation: bool) -> Produced:
-    """Run the hooks on a sample, or on each sample of a fan-out; `rollout_id` defaults to the running rollout."""
-    runtime = runtime_for(args)
-    number = _rollout_id(runtime, evaluation) if rollout_id is None else rollout_id
-    return await _run_hooks(runtime, SampleClock(runtime.args.rollout_sample_timeout), produced, number, evaluation)
-
-
-def _rollout_id(runtime: RolloutRuntime, evaluation: bool) -> int | None:
-    return runtime.state.evaluation_id if evaluation else runtime.state.rollout_id
-
-
-async def _run_hooks(
-    runtime: RolloutRuntime, clock: SampleClock, produced: Produced, rollout_id: int | None, evaluation: bool
+async def apply_hooks(
+    runtime: RolloutRuntime,
+    produced: Produced,
+    rollout_id: int | None = None,
+    evaluation: bool = False,
+    clock: SampleClock | None = None,
 ) -> Produced:
-    offered: dict[str, object] = {"rollout_id": rollout_id, "evaluation": evaluation}
+    """Run the hooks on a sample, or on each sample of a fan-out; `rollout_id` defaults to the running rollout."""
     if not runtime.args.rollout_sample_hook_path:
         return produced
+    if rollout_id is None:
+        rollout_id = runtime.state.evaluation_id if evaluation else runtime.state.rollout_id
+    clock = clock or SampleClock(runtime.args.rollout_sample_timeout)
+    offered: dict[str, object] = {"rollout_id": rollout_id, "evaluation": evaluation}
     if isinstance(produced, Sample):
         return await _run_hooks_on_sample(runtime, clock, produced, offered)
     hooked = list(produced)
@@ -297,7 +296,7 @@ async def _run_hooks_on_sample(
 ) -> Sample:
     if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED):
         return sample
-    origin = DispatchedSample(sample, runtime.claims)
+    origin = DispatchedSample(sample, runtime.claims, is_checked=True)
     try:
         for path in runtime.args.rollout_sample_hook_path:
             hook = runtime.function(path, flag="--rollout-sample-hook-path", params=("args", "sample"))

@@ -24,7 +24,12 @@ def group_version(group: Group) -> int | None:
 
 def is_stale(args: Config, group: Group, rollout_id: int) -> bool:
     """Return whether a group exceeds `--max-weight-staleness` in this rollout."""
-    bound, version = args.max_weight_staleness, group_version(group)
+    return is_too_old(args, group_version(group), rollout_id)
+
+
+def is_too_old(args: Config, version: int | None, rollout_id: int) -> bool:
+    """Return whether a weight version exceeds `--max-weight-staleness` in this rollout."""
+    bound = args.max_weight_staleness
     return bound is not None and version is not None and rollout_id - version > bound
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -18,7 +18,7 @@ from slime.config.plugins.view import plugin_args
 from slime.data.sample import Sample
 from slime.engine.http.protocol import rollout_sampling_params
 from slime.rollout.gate import Gate, Ticket, current_ticket, evaluating
-from slime.rollout.outcomes import Group, Produced, sampled_tokens
+from slime.rollout.outcomes import Group, Produced
 from slime.rollout.rewards.hub import RewardHub
 from slime.rollout.rewards.remote import Teacher
 from slime.storage.json_types import JsonObject
@@ -26,29 +26,34 @@ from slime.storage.json_types import JsonObject
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Dispatch = Callable[[Config, Group, JsonObject], Coroutine[object, object, Group]]
-"""Function `(args, group, sampling_params)` that generates and scores a dispatched group."""
+Dispatch = Callable[[Group, JsonObject], Coroutine[object, object, Group]]
+"""Function `(group, sampling_params)` that generates and scores a dispatched group."""
 
 _generated: ContextVar[dict[int, Produced] | None] = ContextVar("generated", default=None)
 
 
 @dataclass(eq=False)
 class InflightGroup:
-    """A group in flight: its task, its samples, copies from before the dispatch, and its ticket for the gate."""
+    """A dispatched group: its task, its samples, copies from before the dispatch, and its ticket for the gate.
+
+    When the task has ended, `group` is its result.
+    """
 
     task: asyncio.Task[Group]
     group: Group
     prompts: Group
     ticket: Ticket | None
-    generated: dict[int, Produced] = field(default_factory=dict)
+    generated: dict[int, Produced]
     """Results by the `id` of the sample, stored when its generation ends; reward functions cannot change them."""
+    version: int
+    """The oldest weight version that sampled or will sample the group."""
+    sampled_version: int | None = None
+    """The oldest weight version that its tokens name; set when the group has finished."""
     was_held: bool = False
     order: int = 0
     """Position in the order of dispatch."""
-
-    def lost_tokens(self, group: Group) -> int:
-        """Return the tokens that are lost if `group`, the result of this one, starts over from its prompts."""
-        return max(0, sampled_tokens(group) - sampled_tokens(self.prompts))
+    arrived_at: float = 0.0
+    """When it was ready for a batch (time.monotonic)."""
 
 
 class GenerateState:
@@ -93,7 +98,7 @@ class GenerateState:
         self.gate = Gate(semaphore)
         self.held: list[InflightGroup] = []
         self.continuous: Any = None
-        """The `ContinuousRollout` that keeps generating between two calls of a user's rollout function."""
+        """The `Dispatcher` that keeps generating between two calls of a user's rollout function."""
         self.reset()
 
     @property
@@ -143,10 +148,7 @@ class GenerateState:
         for context, place in zip(contexts, generated or empty, strict=True):
             context.run(_generated.set, place)
         tasks = [
-            asyncio.create_task(
-                self._dispatch(self._config, group, copy.deepcopy(self.sampling_params)),
-                context=context,
-            )
+            asyncio.create_task(self._dispatch(group, copy.deepcopy(self.sampling_params)), context=context)
             for group, context in zip(samples, contexts, strict=True)
         ]
         self.pendings.update(tasks)

@@ -77,7 +77,7 @@ def test_conversation_of_a_given_up_rollout_starts_over(play, agent_tokenizer, a
     runtime = agent_runtime(url, custom_generate_function_path=f"{tmp_path}/plugin.py:f")
 
     async def cut_off():
-        asking = asyncio.ensure_future(generate_and_rm(runtime.args, sample_of(), dict(PARAMS)))
+        asking = asyncio.ensure_future(generate_and_rm(runtime, sample_of(), dict(PARAMS)))
         await asyncio.to_thread(engine.holding.wait)
         runtime.state.aborted = True
         await runtime.pool.broadcast("abort", abort_all=True)
@@ -86,7 +86,7 @@ def test_conversation_of_a_given_up_rollout_starts_over(play, agent_tokenizer, a
     sample = runtime.run(cut_off())
     assert (sample.status, sample.response_length, sample.failure) == (Sample.Status.ABORTED, 0, None)
     runtime.state.aborted = False
-    finished = runtime.run(generate_and_rm(runtime.args, sample, dict(PARAMS)))
+    finished = runtime.run(generate_and_rm(runtime, sample, dict(PARAMS)))
     assert [one.status for one in finished] == [Sample.Status.COMPLETED]
 
 

@@ -12,11 +12,10 @@ import pytest
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.base_types import leaves
-from slime.rollout.continuous import ContinuousRollout
+from slime.rollout.dispatcher import Dispatcher
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
 from slime.rollout.outcomes import RolloutFailed
 from slime.rollout.pipeline import RolloutMaker, make_feed
-from slime.rollout.sglang_rollout import generate_rollout
 from slime.rollout.staleness import staleness_metrics
 from tests.e2e.runs import wait_until
 
@@ -58,8 +57,8 @@ class Generation:
 
     def __init__(self, runtime: Any, source: Any, *, total: int = 8, first: int = 0, version: int = 0) -> None:
         self.runtime, self.source = runtime, source
-        self.continuous = ContinuousRollout(runtime, source, first=first, total=total, version=version)
-        runtime.run(self.continuous.start())
+        self.continuous = Dispatcher(runtime, source, first)
+        runtime.run(self.continuous.start(total=total, version=version))
 
     def take(self, rollout_id: int) -> tuple[list[str], dict[str, Any]]:
         output = self.runtime.run(self.continuous.take(rollout_id), 120)
@@ -254,10 +253,8 @@ def test_run_with_nothing_left_to_generate_dispatches_nothing(
 ) -> None:
     runtime = make_runtime([engine.url], async_mode="full", rm_type="random", n_samples_per_prompt=1)
     source = prompts(list("abc"), n=1)
-    maker = RolloutMaker(
-        runtime.args, generate_rollout, source, journal=None, log=lambda *_: False, at_work=nullcontext
-    )
-    feed = make_feed(maker, runtime, source, start=start, total=total, replayed=replayed)
+    maker = RolloutMaker(runtime, None, source, log=lambda *_: False, at_work=nullcontext)
+    feed = make_feed(maker, start=start, total=total, replayed=replayed)
     feed.weights_arrived(start)
     feed.close()
     assert source.asked == []

@@ -8,7 +8,7 @@ import pytest
 
 from slime.config import Config
 from slime.data.sample import Sample
-from slime.rollout.continuous import ContinuousRollout
+from slime.rollout.dispatcher import Dispatcher
 from slime.rollout.event_loop import LoopThread
 from slime.rollout.gate import Gate, SampleClock, SampleTimeout
 from slime.rollout.outcomes import leaves
@@ -113,8 +113,8 @@ def test_function_that_always_aborts_fails_its_sample(engine, make_runtime, prom
     runtime = make_runtime([engine.url], carried={"aborts": 10**6}, async_mode="full", max_weight_staleness=0, **flags)
 
     async def taken():
-        continuous = ContinuousRollout(runtime, prompts(["a", "b"], n=2), first=0, total=1, version=0)
-        await continuous.start()
+        continuous = Dispatcher(runtime, prompts(["a", "b"], n=2), 0)
+        await continuous.start(total=1, version=0)
         try:
             return await continuous.take(0)
         finally:

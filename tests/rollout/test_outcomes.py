@@ -357,7 +357,8 @@ def test_custom_rollout_samples_are_validated_before_journaling(make_runtime, tm
         bad = Sample(index=1, tokens=[1, 2], response_length=1, loss_mask=[1, 1], reward=1.0)
         return [[good, bad]] if rollout_id == 0 else [[bad]] if rollout_id == 1 else ["text"]
 
-    maker = RolloutMaker(runtime.args, made, None, journal=journal, log=lambda *_: False, at_work=nullcontext)
+    runtime.journal = journal
+    maker = RolloutMaker(runtime, made, None, log=lambda *_: False, at_work=nullcontext)
     [[good, bad]] = maker.make(0).samples
     assert (good.status, good.failure) == (Sample.Status.COMPLETED, None)
     assert bad.failure == "rollout: BadSample: loss_mask has 2 entries for 1 response tokens"
@@ -379,8 +380,7 @@ def test_custom_rollout_with_repeated_or_biased_samples_is_reported(make_runtime
         return [[sample, sample]]
 
     def maker(**flags):
-        args = make_runtime([], **flags).args
-        return RolloutMaker(args, made, None, journal=None, log=lambda *_: False, at_work=nullcontext)
+        return RolloutMaker(make_runtime([], **flags), made, None, log=lambda *_: False, at_work=nullcontext)
 
     maker().make(0)
     assert "2 samples, of which only 1 are different objects (sample 7 of group 3 comes 2 times)" in caplog.text

@@ -9,7 +9,8 @@ from slime.config import Config, derive
 from slime.data.sample import Sample
 from slime.rollout.base_types import leaves
 from slime.rollout.runtime import RolloutRuntime
-from slime.rollout.sglang_rollout import generate_and_rm, generate_and_rm_group, generate_rollout
+from slime.rollout.sample_pipeline import generate_and_rm_group
+from slime.rollout.sglang_rollout import generate_and_rm, generate_rollout
 from slime.utils.http_utils import post
 from tests.engine.conftest import EngineProcess
 from tests.tiny_models import make_model_folder

@@ -223,7 +223,7 @@ def test_group_tokenizes_its_prompt_once(engine, make_runtime, monkeypatch):
     )
     for prompt in ("2+3=", "4+4="):
         group = [Sample(prompt=prompt, index=i, group_index=0) for i in range(4)]
-        made = runtime.run(generate_and_rm_group(runtime.args, group, {"max_new_tokens": 8}))
+        made = runtime.run(generate_and_rm_group(runtime, group, {"max_new_tokens": 8}))
         ids = encode(runtime.tokenizer, prompt, add_special_tokens=False)
         assert [sample.tokens[: len(ids)] for sample in made] == [ids] * 4
         assert len({id(sample.tokens) for sample in made}) == 4

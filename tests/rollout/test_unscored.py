@@ -86,7 +86,7 @@ async def _score_group(runtime: Any, path: str, group: Any) -> None:
     for sample in leaves(group):
         sample.custom_rm_path = path
     for member in group:
-        await generate_and_rm_group(runtime.args, [member] if isinstance(member, Sample) else member, {}, False)
+        await generate_and_rm_group(runtime, [member] if isinstance(member, Sample) else member, {}, False)
 
 
 @pytest.mark.parametrize("partial", [False, True])

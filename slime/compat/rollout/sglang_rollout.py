@@ -25,8 +25,7 @@ from slime.config.plugins.view import as_config
 from slime.data.sample import Sample
 from slime.rollout import generate as requests
 from slime.rollout import sample_pipeline
-from slime.rollout.batch import generate_batch
-from slime.rollout.continuous import taken_from_continuous
+from slime.rollout.dispatcher import fill_batch, take_from_continuous
 from slime.rollout.evaluate import evaluate, evaluate_dataset
 from slime.rollout.filters import MetricGatherer, call_dynamic_filter, should_drop_dynamic_filter_output
 from slime.rollout.gate import as_evaluation
@@ -71,8 +70,8 @@ def generate_rollout(
     """Generate one training rollout, or with `evaluation` one pass over the evaluation datasets."""
     runtime = runtime_for(args)
     if evaluation:
-        return runtime.run(evaluate(args, rollout_id), whom=f"evaluation {rollout_id}")
-    return runtime.run(generate_batch(args, rollout_id, data_source), whom=f"rollout {rollout_id}")
+        return runtime.run(evaluate(runtime, rollout_id), whom=f"evaluation {rollout_id}")
+    return runtime.run(fill_batch(runtime, rollout_id, data_source), whom=f"rollout {rollout_id}")
 
 
 def generate_rollout_fully_async(
@@ -85,7 +84,7 @@ def generate_rollout_fully_async(
     if evaluation:
         return generate_rollout(args, rollout_id, data_buffer, evaluation=True)
     runtime = runtime_for(args)
-    return runtime.run(taken_from_continuous(runtime, rollout_id, data_buffer), whom=f"rollout {rollout_id}")
+    return runtime.run(take_from_continuous(runtime, rollout_id, data_buffer), whom=f"rollout {rollout_id}")
 
 
 async def generate_rollout_async(
@@ -97,19 +96,21 @@ async def generate_rollout_async(
     """
     runtime = runtime_for(args)
     if not callable(data_source):
-        return await runtime.on_own_loop(generate_batch(args, rollout_id, data_source)), []
+        return await runtime.on_own_loop(fill_batch(runtime, rollout_id, data_source)), []
     source = _GetSamples(data_source)
-    return await runtime.on_own_loop(generate_batch(args, rollout_id, source)), source.put_back
+    return await runtime.on_own_loop(fill_batch(runtime, rollout_id, source)), source.put_back
 
 
 async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[Group]]:
     """Run one pass over the evaluation datasets; no groups are put back."""
-    return await runtime_for(args).on_own_loop(evaluate(args, rollout_id)), []
+    runtime = runtime_for(args)
+    return await runtime.on_own_loop(evaluate(runtime, rollout_id)), []
 
 
 async def eval_rollout_single_dataset(args: Any, rollout_id: int, dataset_cfg: Any) -> dict[str, dict[str, Any]]:
     """Evaluate one dataset of `args.eval_datasets`; return the result under its name."""
-    return await runtime_for(args).on_own_loop(evaluate_dataset(args, rollout_id, dataset_cfg))
+    runtime = runtime_for(args)
+    return await runtime.on_own_loop(evaluate_dataset(runtime, rollout_id, dataset_cfg))
 
 
 async def generate(args: Any, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
@@ -131,7 +132,7 @@ async def generate_and_rm(
 
     async def generated() -> Produced:
         with as_evaluation() if evaluation else nullcontext():
-            return await sample_pipeline.generate_and_rm(args, sample, sampling_params, evaluation)
+            return await sample_pipeline.generate_and_rm(runtime, sample, sampling_params, evaluation)
 
     return await runtime.on_own_loop(generated())
 
@@ -182,7 +183,7 @@ async def generate_and_rm_group(
             for one, reward in zip(samples, await batched_async_rm(args, samples), strict=True):
                 one.reward = reward
         return made
-    work = sample_pipeline.generate_and_rm_group(args, group, sampling_params, evaluation)
+    work = sample_pipeline.generate_and_rm_group(runtime, group, sampling_params, evaluation)
     return await runtime.on_own_loop(work)
 
 
@@ -203,7 +204,7 @@ async def apply_rollout_sample_hooks(
                 one = one if changed is None else changed
             hooked.append(one)
         return hooked[0] if is_one else hooked
-    return await runtime.on_own_loop(sample_pipeline.apply_hooks(args, sample, rollout_id, evaluation))
+    return await runtime.on_own_loop(sample_pipeline.apply_hooks(runtime, sample, rollout_id, evaluation))
 
 
 async def abort(args: Any, rollout_id: int) -> list[Group]:

@@ -166,7 +166,7 @@ def run_attempt(world, monkeypatch, repository, texts, command=AGENT, **environm
     engine.script = Script(tokenizer, [turns])
     row = repository.row()
     sample = Sample(prompt=row["problem_statement"], metadata=row, index=0, group_index=0)
-    return runtime.run(generate_and_rm(runtime.args, sample, dict(PARAMS))), turns
+    return runtime.run(generate_and_rm(runtime, sample, dict(PARAMS))), turns
 
 
 def call(name, **arguments):
