@@ -256,7 +256,7 @@ def test_batch_with_a_failed_prompt_leaves_nothing_running(call: str, prompts: s
     async def use(client: EngineClient) -> None:
         for _ in range(3):
             with pytest.raises(EngineFailed, match=r"500.*broken on purpose"):
-                await client._json("POST", call, {prompts: [[5]] * 20 + [[9]] + [[5]] * 11}, deadline_s=120)
+                await client._body("POST", call, {prompts: [[5]] * 20 + [[9]] + [[5]] * 11}, deadline_s=120)
             assert core.kept == set()
 
     with_embedded_server(core, use)

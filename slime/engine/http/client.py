@@ -83,9 +83,17 @@ class Growing:
 
     def take(self, event: bytes) -> None:
         """Add the tokens of an event; a `ValueError` for an invalid event leaves the response unchanged."""
-        answer = _parse_event(event)
-        meta_info = answer["meta_info"]
-        count = meta_info["completion_tokens"]
+        try:
+            answer = parse_json(event)
+        except ValueError:
+            answer = None
+        if isinstance(answer, dict) and "error" in answer:
+            code = answer["error"].get("code") if isinstance(answer["error"], dict) else None
+            raise StreamedError(event.decode(errors="replace"), code if isinstance(code, int) else 500)
+        meta_info = answer.get("meta_info") if isinstance(answer, dict) else None
+        count = meta_info.get("completion_tokens") if isinstance(meta_info, dict) else None
+        if not isinstance(meta_info, dict) or type(count) is not int:
+            raise ValueError(f"an event that is not a response: {quote(event[:1000].decode(errors='replace'))}")
         text, ids = answer.get("text"), answer.get("output_ids")
         lengths = {len(column) for column in (ids, meta_info.get("output_token_logprobs")) if isinstance(column, list)}
         if len(lengths) > 1:
@@ -95,7 +103,8 @@ class Growing:
             self._texts, self._ids, self._entries = [], [], {}
         elif self.tokens + carried != count:
             expected = f"neither all {count} nor those after the {self.tokens} known ones"
-            raise ValueError(f"{carried} tokens, which are {expected}: {_quoted(event)}")
+            quoted = quote(event[:1000].decode(errors="replace"))
+            raise ValueError(f"{carried} tokens, which are {expected}: {quoted}")
         self._texts.append(text if isinstance(text, str) else "")
         self._ids += ids if isinstance(ids, list) else ()
         for name in _PER_TOKEN_FIELDS:
@@ -124,26 +133,6 @@ async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
             begun.append(rest)
     if begun:
         yield b"".join(begun)
-
-
-def _parse_event(event: bytes) -> JsonObject:
-    try:
-        answer = parse_json(event)
-    except ValueError:
-        answer = None
-    if isinstance(answer, dict) and "error" in answer:
-        error = answer["error"] if isinstance(answer["error"], dict) else {}
-        code = error.get("code")
-        raise StreamedError(event.decode(errors="replace"), code if isinstance(code, int) else 500)
-    meta_info = answer.get("meta_info") if isinstance(answer, dict) else None
-    if not isinstance(meta_info, dict) or type(meta_info.get("completion_tokens")) is not int:
-        raise ValueError(f"an event that is not a response: {_quoted(event)}")
-    assert isinstance(answer, dict)
-    return answer
-
-
-def _quoted(event: bytes) -> str:
-    return quote(event[:1000].decode(errors="replace"))
 
 
 __all__ = [
@@ -175,21 +164,27 @@ class EngineClient(EngineTransport):
         self, payload: JsonObject, *, headers: dict[str, str] | None = None, timeout_s: float | None = None
     ) -> JsonObject:
         """``POST /generate`` as is; returns the parsed response. Refused connections are retried with backoff."""
-        return await self._off_loop(self._object, await self._generated(payload, headers, timeout_s))
+        call = "/generate"
+        body = await self._generated(payload, headers, timeout_s)
+        answer = await self._off_loop(partial(self._parsed, call), body)
+        if not isinstance(answer, dict):
+            raise EngineProtocolError(self.base_url, call, f"gave an answer that is not an object: {quote(answer)}")
+        return answer
 
-    async def generate_result(
-        self, payload: JsonObject, *, headers: dict[str, str] | None = None, timeout_s: float | None = None
-    ) -> GenerateResult:
+    async def generate_result(self, payload: JsonObject, *, headers: dict[str, str] | None = None) -> GenerateResult:
         """Like `generate`, with the response validated; requests its tokens as columns, which parse faster."""
-        headers = {**COLUMNS_HEADER, **(headers or {})}
-        return await self._off_loop(self._result, await self._generated(payload, headers, timeout_s))
+
+        def read(body: bytes) -> GenerateResult:
+            return GenerateResult.from_json(self._parsed("/generate", body), url=self.base_url)
+
+        return await self._off_loop(read, await self._generated(payload, {**COLUMNS_HEADER, **(headers or {})}))
 
     async def chat(self, payload: JsonObject, *, timeout_s: float | None = None) -> str:
         """``POST /v1/chat/completions``: the text of the first choice, which must have ended by a stop or by its
         length limit, not by an abort."""
         call = "/v1/chat/completions"
         deadline_s = self.timeout_s if timeout_s is None else timeout_s
-        answer = await self._json("POST", call, payload, deadline_s=deadline_s)
+        answer = self._parsed(call, await self._body("POST", call, payload, deadline_s=deadline_s))
         try:
             choice = answer["choices"][0]
             text, reason = choice["message"]["content"], choice["finish_reason"]
@@ -201,7 +196,9 @@ class EngineClient(EngineTransport):
             raise EngineProtocolError(self.base_url, call, f"gave no text (it ended with {reason!r}): {quote(answer)}")
         return text
 
-    async def _generated(self, payload: JsonObject, headers: dict[str, str] | None, timeout_s: float | None) -> bytes:
+    async def _generated(
+        self, payload: JsonObject, headers: dict[str, str] | None, timeout_s: float | None = None
+    ) -> bytes:
         body = await self._body(
             "POST",
             "/generate",
@@ -213,17 +210,6 @@ class EngineClient(EngineTransport):
         )
         self.sampled_at = time.monotonic()
         return body
-
-    def _result(self, body: bytes) -> GenerateResult:
-        return GenerateResult.from_json(self._parsed("/generate", body), url=self.base_url)
-
-    def _object(self, body: bytes) -> JsonObject:
-        answer = self._parsed("/generate", body)
-        if not isinstance(answer, dict):
-            raise EngineProtocolError(
-                self.base_url, "/generate", f"gave an answer that is not an object: {quote(answer)}"
-            )
-        return answer
 
     async def abort(self, rid: str | None = None, *, abort_all: bool = False, timeout_s: float | None = None) -> None:
         """Abort one request by its id, or all of them; their ``/generate`` calls return the tokens sampled so far."""
@@ -267,21 +253,18 @@ class EngineClient(EngineTransport):
                 raise self._refusal("/generate", response.status, await response.text(errors="replace"))
             async for event in server_events(response.content):
                 known = answers.tokens
-                if len(event) < LONG_RESPONSE_BYTES:
-                    self._grow(answers, event)
-                else:
-                    await self._in_reader(partial(self._grow, answers, event))
+                try:
+                    if len(event) < LONG_RESPONSE_BYTES:
+                        answers.take(event)
+                    else:
+                        await self._in_reader(partial(answers.take, event))
+                except StreamedError as error:
+                    raise self._refusal("/generate", error.status, str(error)) from error
+                except ValueError as error:
+                    raise EngineProtocolError(self.base_url, "/generate", f"streamed {error}") from error
                 self.sampled_at = time.monotonic()
                 if on_ids is not None and answers.tokens > known:
                     await on_ids(answers.ids_from(known))
-
-    def _grow(self, answers: Growing, event: bytes) -> None:
-        try:
-            answers.take(event)
-        except StreamedError as error:
-            raise self._refusal("/generate", error.status, str(error)) from error
-        except ValueError as error:
-            raise EngineProtocolError(self.base_url, "/generate", f"streamed {error}") from error
 
     async def streamed_result(self, answers: Growing, broken_by: EngineError | None) -> GenerateResult:
         """Validate and parse a streamed response; one that `broken_by` ended early gets the finish reason abort."""
@@ -314,7 +297,7 @@ class EngineClient(EngineTransport):
         self, path: str | Path, version: int | str, *, flush_cache: bool = True, timeout_s: float | None = None
     ) -> JsonObject:
         """Load the weights of an HF folder."""
-        body = {"model_path": str(path), "weight_version": str(version), "flush_cache": flush_cache}
+        body = _update(version, flush_cache) | {"model_path": str(path)}
         return await self._control_json("POST", "/update_weights_from_disk", body, timeout_s)
 
     async def update_weights_from_tensor_files(
@@ -326,12 +309,8 @@ class EngineClient(EngineTransport):
         timeout_s: float | None = None,
     ) -> JsonObject:
         """Load HF-named tensors from safetensors files on the engine's machine (shared memory, usually)."""
-        body = {
-            "load_format": "safetensors_file",
-            "paths": [str(path) for path in paths],
-            "weight_version": str(version),
-            "flush_cache": flush_cache,
-        }
+        files = {"load_format": "safetensors_file", "paths": [str(path) for path in paths]}
+        body = _update(version, flush_cache) | files
         return await self._control_json("POST", "/update_weights_from_tensor", body, timeout_s)
 
     async def load_lora_adapter(
@@ -344,30 +323,15 @@ class EngineClient(EngineTransport):
         timeout_s: float | None = None,
     ) -> JsonObject:
         """Load a PEFT folder; the embedded engine then samples every request with it, under that version."""
-        body = {"lora_name": name, "lora_path": str(path), "weight_version": str(version), "flush_cache": flush_cache}
+        body = _update(version, flush_cache) | {"lora_name": name, "lora_path": str(path)}
         return await self._control_json("POST", "/load_lora_adapter", body, timeout_s)
 
-    async def init_weights_update_group(
-        self,
-        *,
-        master_address: str,
-        master_port: int,
-        rank_offset: int,
-        world_size: int,
-        group_name: str,
-        backend: str,
-        timeout_s: float | None = None,
-    ) -> None:
-        """Join a process group with the trainer; returns when all ranks have joined."""
-        body = {
-            "master_address": master_address,
-            "master_port": master_port,
-            "rank_offset": rank_offset,
-            "world_size": world_size,
-            "group_name": group_name,
-            "backend": backend,
-        }
-        await self._control_json("POST", "/init_weights_update_group", body, timeout_s)
+    async def init_weights_update_group(self, *, timeout_s: float | None = None, **group: int | str) -> None:
+        """Join a process group with the trainer; returns when all ranks have joined.
+
+        `group` is its master_address, master_port, rank_offset, world_size, group_name and backend.
+        """
+        await self._control_json("POST", "/init_weights_update_group", dict(group), timeout_s)
 
     async def update_weights_from_distributed(
         self,
@@ -383,16 +347,7 @@ class EngineClient(EngineTransport):
         """Receive tensors (name, dtype, shape) from rank 0 of a group. Only the embedded engine supports `bucket`
         (number, count) and `adapter` (the LoRA adapter that the tensors belong to): it sets the version with the last
         bucket."""
-        body: JsonObject = {
-            "names": [tensor["name"] for tensor in tensors],
-            "dtypes": [tensor["dtype"] for tensor in tensors],
-            "shapes": [tensor["shape"] for tensor in tensors],
-            "group_name": group_name,
-            "flush_cache": flush_cache,
-            "weight_version": str(version),
-        }
-        if bucket is not None:
-            body["bucket"] = list(bucket)
+        body = _update(version, flush_cache, tensors, bucket) | {"group_name": group_name}
         if adapter is not None:
             body["adapter"] = adapter
         return await self._control_json("POST", "/update_weights_from_distributed", body, timeout_s)
@@ -411,15 +366,7 @@ class EngineClient(EngineTransport):
         """Copy tensors (name, dtype, shape) out of a trainer's memory on the same machine (embedded engine): `memory`
         is its `handle`, `offset` and `device`, or a `region`. With `pause_mode` the engine pauses itself only for the
         copy."""
-        body: JsonObject = {
-            **memory,
-            "names": [tensor["name"] for tensor in tensors],
-            "dtypes": [tensor["dtype"] for tensor in tensors],
-            "shapes": [tensor["shape"] for tensor in tensors],
-            "bucket": list(bucket),
-            "flush_cache": flush_cache,
-            "weight_version": str(version),
-        }
+        body = {**memory, **_update(version, flush_cache, tensors, bucket)}
         if pause_mode is not None:
             body["pause_mode"] = pause_mode
         return await self._control_json("POST", "/update_weights_from_handle", body, timeout_s)
@@ -459,6 +406,19 @@ class EngineClient(EngineTransport):
     async def resume_memory(self, tags: Sequence[str] | None = None, *, timeout_s: float | None = None) -> None:
         """Undo `release_memory`."""
         await self._control("POST", "/resume_memory_occupation", _tags(tags), timeout_s)
+
+
+def _update(
+    version: int | str,
+    flush_cache: bool,
+    tensors: Sequence[JsonObject] | None = None,
+    bucket: tuple[int, int] | None = None,
+) -> JsonObject:
+    """Fields of a weight update: its version, and the names, dtypes and shapes of the tensors of a bucket."""
+    body: JsonObject = {"weight_version": str(version), "flush_cache": flush_cache}
+    if tensors is not None:
+        body |= {f"{field}s": [tensor[field] for tensor in tensors] for field in ("name", "dtype", "shape")}
+    return body if bucket is None else body | {"bucket": list(bucket)}
 
 
 def _tags(tags: Sequence[str] | None) -> JsonObject:

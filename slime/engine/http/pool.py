@@ -43,6 +43,18 @@ class _Member:
     def takes_requests(self) -> bool:
         return not self.is_leaving and not self.down.is_set()
 
+    @contextlib.contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count a request as in flight while the body runs."""
+        self.in_flight += 1
+        self.idle.clear()
+        try:
+            yield
+        finally:
+            self.in_flight -= 1
+            if not self.in_flight:
+                self.idle.set()
+
 
 class Roster(Sequence[EngineClient]):
     """Live view of a pool's engines that are not leaving; holders need no notification of changes."""
@@ -128,34 +140,20 @@ class EnginePool:
         return len(self._members)
 
     async def generate(
-        self,
-        payload: JsonObject,
-        affinity_key: Hashable | None = None,
-        *,
-        headers: dict[str, str] | None = None,
-        timeout_s: float | None = None,
+        self, payload: JsonObject, affinity_key: Hashable | None = None, *, headers: dict[str, str] | None = None
     ) -> JsonObject:
         """`EngineClient.generate` on one engine; if it cannot be reached, on each of the others in turn."""
-        return await self._asked(
-            lambda client: client.generate(payload, headers=headers, timeout_s=timeout_s), affinity_key
-        )
+        asked = self._first_reachable(lambda one: one.generate(payload, headers=headers), affinity_key)
+        async with asked as (_, answer):
+            return answer
 
     async def generate_result(
-        self,
-        payload: JsonObject,
-        affinity_key: Hashable | None = None,
-        *,
-        headers: dict[str, str] | None = None,
-        timeout_s: float | None = None,
+        self, payload: JsonObject, affinity_key: Hashable | None = None, *, headers: dict[str, str] | None = None
     ) -> GenerateResult:
         """Like `generate`, with the response validated and parsed."""
-        return await self._asked(
-            lambda client: client.generate_result(payload, headers=headers, timeout_s=timeout_s), affinity_key
-        )
-
-    async def _asked(self, ask: Callable[[EngineClient], Awaitable[T]], affinity_key: Hashable | None) -> T:
-        async with self._first_reachable(ask, affinity_key) as (_, answer):
-            return answer
+        asked = self._first_reachable(lambda one: one.generate_result(payload, headers=headers), affinity_key)
+        async with asked as (_, result):
+            return result
 
     @contextlib.asynccontextmanager
     async def _first_reachable(
@@ -166,7 +164,7 @@ class EnginePool:
         while True:
             await self._wait_for_engine()
             member = self._pick(affinity_key, tried)
-            with _InFlightCount(member):
+            with member.counting():
                 try:
                     answer = await _unless_down(member, ask(member.client))
                 except EngineUnreachable:
@@ -196,7 +194,7 @@ class EnginePool:
         url = member.client.base_url
         cause: EngineError | None = None
         try:
-            with _InFlightCount(member):
+            with member.counting():
                 await _unless_down(member, member.client.stream_generate(kept, payload, headers=headers, on_ids=on_ids))
         except EngineUnreachable as error:
             self._suspect(member)
@@ -356,8 +354,12 @@ class EnginePool:
                 def begin(client: EngineClient) -> Awaitable[aiohttp.ClientResponse]:
                     return stack.enter_async_context(client.open(method, call, data=data, headers=headers))
 
+                async def close_when_down(member: _Member, response: aiohttp.ClientResponse) -> None:
+                    await member.down.wait()
+                    response.close()
+
                 async with self._first_reachable(begin, affinity_key) as (member, response):
-                    closing = asyncio.ensure_future(_close_when_down(member, response))
+                    closing = asyncio.ensure_future(close_when_down(member, response))
                     try:
                         yield response
                     finally:
@@ -413,30 +415,9 @@ async def _unless_down(member: _Member, asking: Awaitable[T]) -> T:
         await asyncio.gather(reading, going_down, return_exceptions=True)
 
 
-async def _close_when_down(member: _Member, response: aiohttp.ClientResponse) -> None:
-    await member.down.wait()
-    response.close()
-
-
 async def _wait_until_idle(member: _Member, seconds: float) -> None:
     """Wait until an engine has none of the pool's requests in flight, for at most `seconds`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             while member.in_flight:
                 await member.idle.wait()
-
-
-class _InFlightCount:
-    """Context manager that counts a request as in flight on its engine."""
-
-    def __init__(self, member: _Member) -> None:
-        self._member = member
-
-    def __enter__(self) -> None:
-        self._member.in_flight += 1
-        self._member.idle.clear()
-
-    def __exit__(self, *_: object) -> None:
-        self._member.in_flight -= 1
-        if not self._member.in_flight:
-            self._member.idle.set()

@@ -15,10 +15,11 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol, TypedDict
+from typing import Literal
 
 import numpy as np
 
+from slime.config import Config
 from slime.config.flags.rollout import DEFAULT_RESPONSE_LEN
 from slime.data.routed_experts import decode_expert_ids
 from slime.engine.http.codec import token_columns
@@ -29,42 +30,7 @@ PauseMode = Literal["abort", "in_place", "retract"]
 QUOTED_CHARS = 400
 
 
-class RolloutSamplingParams(TypedDict, total=False):
-    """Sampling parameters that slime sends; engines accept more, which custom generate functions may add."""
-
-    temperature: float
-    top_p: float
-    top_k: int
-    max_new_tokens: int
-    min_new_tokens: int
-    stop: list[str] | None
-    stop_token_ids: list[int] | None
-    skip_special_tokens: bool
-    no_stop_trim: bool
-    spaces_between_special_tokens: bool
-    sampling_seed: int
-
-
-class RolloutSamplingFlags(Protocol):
-    """Flags that `rollout_sampling_params` reads."""
-
-    @property
-    def rollout_temperature(self) -> float: ...
-    @property
-    def rollout_top_p(self) -> float: ...
-    @property
-    def rollout_top_k(self) -> int: ...
-    @property
-    def rollout_max_response_len(self) -> int | None: ...
-    @property
-    def rollout_stop(self) -> list[str] | None: ...
-    @property
-    def rollout_stop_token_ids(self) -> list[int] | None: ...
-    @property
-    def rollout_skip_special_tokens(self) -> bool | None: ...
-
-
-def rollout_sampling_params(flags: RolloutSamplingFlags) -> JsonObject:
+def rollout_sampling_params(flags: Config) -> JsonObject:
     """Sampling parameters of training rollouts, as a plain dict that custom generate functions may edit."""
     params: JsonObject = {
         "temperature": flags.rollout_temperature,

@@ -131,17 +131,14 @@ class EngineTransport:
         self, method: Literal["GET", "POST"], call: str, body: JsonObject | None, timeout_s: float | None
     ) -> JsonObject:
         deadline_s = self.control_timeout_s if timeout_s is None else timeout_s
-        answer = await self._json(method, call, body, deadline_s=deadline_s)
+        answer = self._parsed(call, await self._body(method, call, body, deadline_s=deadline_s))
         if not isinstance(answer, dict):
             raise EngineProtocolError(self.base_url, call, f"gave an answer that is not an object: {quote(answer)}")
         if answer.get("success") is False:
             raise EngineRejected(self.base_url, call, 200, str(answer.get("message", quote(answer))))
         return answer
 
-    async def _json(self, method: str, call: str, body: JsonObject | None, *, deadline_s: float) -> Any:
-        return self._parsed(call, await self._body(method, call, body, deadline_s=deadline_s))
-
-    def _parsed(self, call: str, body: bytes) -> object:
+    def _parsed(self, call: str, body: bytes) -> Any:
         try:
             return parse_json(body)
         except ValueError as error:
@@ -170,14 +167,24 @@ class EngineTransport:
         headers: dict[str, str] | None = None,
         connect_retries: int = 0,
     ) -> bytes:
+        data, own = None, dict(headers or {})
+        if body is not None:
+            data = request_body(body)
+            own.setdefault("Content-Type", "application/json")
         async with self._deadline(call, deadline_s, flag):
             for attempt in range(connect_retries + 1):
                 try:
-                    return await self._once(method, call, body, headers)
-                except EngineUnreachable as error:
-                    if error.accepted or attempt == connect_retries:
-                        raise
-                await asyncio.sleep(FIRST_BACKOFF_S * 2**attempt)
+                    async with self.session().request(method, self.base_url + call, data=data, headers=own) as response:
+                        answer, status = await response.read(), response.status
+                except aiohttp.ClientError as error:
+                    unreachable = self._unreachable(call, error)
+                    if unreachable.accepted or attempt == connect_retries:
+                        raise unreachable from error
+                    await asyncio.sleep(FIRST_BACKOFF_S * 2**attempt)
+                    continue
+                if status != 200:
+                    raise self._refusal(call, status, answer.decode(errors="replace"))
+                return answer
         raise AssertionError("unreachable: the last attempt returns or raises")
 
     @asynccontextmanager
@@ -192,21 +199,6 @@ class EngineTransport:
                 timeout = EngineTimeout(self.base_url, call, deadline_s, flag=wait.flag, state=state)
                 await log_graph(wait, str(timeout))  # once in the log, also if thousands of requests time out together
                 raise timeout from error
-
-    async def _once(self, method: str, call: str, body: JsonObject | None, headers: dict[str, str] | None) -> bytes:
-        data, own = None, dict(headers or {})
-        if body is not None:
-            data = request_body(body)
-            own.setdefault("Content-Type", "application/json")
-        try:
-            async with self.session().request(method, self.base_url + call, data=data, headers=own) as response:
-                answer = await response.read()
-                status = response.status
-        except aiohttp.ClientError as error:
-            raise self._unreachable(call, error) from error
-        if status != 200:
-            raise self._refusal(call, status, answer.decode(errors="replace"))
-        return answer
 
     def _refusal(self, call: str, status: int, text: str) -> EngineError:
         later = status >= 500 or status == HTTPStatus.TOO_MANY_REQUESTS

@@ -290,11 +290,10 @@ class RoutedPool(EnginePool):
         affinity_key: Hashable | None = None,
         *,
         headers: dict[str, str] | None = None,
-        timeout_s: float | None = None,
     ) -> JsonObject:
         if self._bypasses_router(payload):
-            return await super().generate(payload, affinity_key, headers=headers, timeout_s=timeout_s)
-        return await self._front.generate(payload, headers=_routing_headers(headers, affinity_key), timeout_s=timeout_s)
+            return await super().generate(payload, affinity_key, headers=headers)
+        return await self._front.generate(payload, headers=_routing_headers(headers, affinity_key))
 
     async def generate_result(
         self,
@@ -302,13 +301,10 @@ class RoutedPool(EnginePool):
         affinity_key: Hashable | None = None,
         *,
         headers: dict[str, str] | None = None,
-        timeout_s: float | None = None,
     ) -> GenerateResult:
         if self._bypasses_router(payload):
-            return await super().generate_result(payload, affinity_key, headers=headers, timeout_s=timeout_s)
-        return await self._front.generate_result(
-            payload, headers=_routing_headers(headers, affinity_key), timeout_s=timeout_s
-        )
+            return await super().generate_result(payload, affinity_key, headers=headers)
+        return await self._front.generate_result(payload, headers=_routing_headers(headers, affinity_key))
 
     def _bypasses_router(self, payload: JsonMapping) -> bool:
         """Return true if the router would drop a part of this request and the engines can serve it directly."""
