@@ -167,7 +167,7 @@ def drive(url: str, groups: int, samples: int, length: int, rollouts: int, profi
             if profile and number == 1:
                 runtime.loop_thread.loop.call_soon_threadsafe(profiler.enable)
             began, busy = time.monotonic(), time.process_time()
-            made = maker.make(number)
+            made = maker.get(number)
             over, busy = time.monotonic(), time.process_time() - busy
             assert len(made.samples) == groups, len(made.samples)
             print(json.dumps({"began": began, "whole": ended[-1], "over": over, "busy": busy}), flush=True)

@@ -279,7 +279,10 @@ class Run:
         with gc_frozen(), closing(self._make_feed()) as feed:
             for rollout_id in range(self.start, total):
                 began = time.monotonic()
-                rollout = self.next_rollout(feed, rollout_id)
+                self.turns.to_rollout()
+                self.progress.status("rollout", f"generating {config.rollout_batch_size} groups")
+                rollout = feed.get(rollout_id)
+                self.progress.status("rollout", "generating ahead" if is_async(config) else "waiting")
                 waited = time.monotonic() - began
                 after = self.train_on(rollout_id, rollout)
                 evaluates_now = evaluates(config) and _is_due(rollout_id, config.eval_interval, total)
@@ -325,13 +328,6 @@ class Run:
         others = {name: value for name, value in metrics.items() if name != step_key}
         rollout_id = min(max(step, now), now + 1) if step_key == "rollout/step" else now  # one may be generated ahead
         self.metrics.log(others, step, "plugin", rollout_id=rollout_id)
-
-    def next_rollout(self, feed: RolloutFeed, rollout_id: int) -> GeneratedRollout:
-        self.turns.to_rollout()
-        self.progress.status("rollout", f"generating {self.config.rollout_batch_size} groups")
-        rollout = feed.get(rollout_id)
-        self.progress.status("rollout", "generating ahead" if is_async(self.config) else "waiting")
-        return rollout
 
     def train_on(self, rollout_id: int, rollout: GeneratedRollout) -> JsonObject:
         """Train on a rollout and return its metrics; a rollout that filled no optimizer step has none of a step."""

@@ -25,6 +25,7 @@ from slime.cluster.node import NodeLost
 from slime.cluster.watchdog import waiting
 from slime.config import Config
 from slime.config.algorithm import has_critic
+from slime.driver.inputs import TrainingResult
 from slime.engine.fleet.processes import EngineDied, EngineStartTimeout
 from slime.engine.fleet.supervisor import EnginesGivenUp
 from slime.engine.http.errors import EngineFailed, EngineTimeout, EngineUnreachable
@@ -52,14 +53,6 @@ _NOT_DISK_ERRORS = (ConnectionError, TimeoutError, ChildProcessError, Interrupte
 logger = logging.getLogger(__name__)
 
 
-class AttemptResult(Protocol):
-    """Result of one attempt."""
-
-    metrics: list[JsonObject]
-    evaluations: list[tuple[int, JsonObject]]
-    seconds: float
-
-
 class RunAttempt(Protocol):
     """One attempt of a run, from its start to its end or loss."""
 
@@ -70,7 +63,7 @@ class RunAttempt(Protocol):
     """The last rollout that it made a checkpoint of."""
 
     @property
-    def result(self) -> AttemptResult: ...
+    def result(self) -> TrainingResult: ...
 
     @property
     def wandb_run_id(self) -> str | None: ...

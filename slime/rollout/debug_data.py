@@ -26,7 +26,7 @@ from slime.data.json_samples import format_prompt, format_value, sample_from_jso
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.rollout.metrics import DatasetResult, rollout_metrics
-from slime.rollout.outcomes import Group, RolloutFnTrainOutput, leaves
+from slime.rollout.outcomes import Group, Nested, RolloutFnTrainOutput, leaves
 from slime.storage.files import is_dump
 from slime.storage.json_types import JsonObject
 
@@ -130,7 +130,7 @@ def dump_path(template: str, rollout_id: int, *, evaluation: bool = False) -> Pa
     return Path(template.format(rollout_id=f"eval_{rollout_id}" if evaluation else rollout_id))
 
 
-def save_rollout(config: Config, rollout_id: int, groups: Sequence[Group]) -> None:
+def save_rollout(config: Config, rollout_id: int, groups: Nested) -> None:
     """Write a training rollout if `--save-debug-rollout-data` is set."""
     if config.save_debug_rollout_data is not None:
         write_dump(dump_path(config.save_debug_rollout_data, rollout_id), rollout_id, leaves(groups), config)

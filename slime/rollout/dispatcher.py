@@ -430,11 +430,6 @@ class Dispatcher:
         return continued
 
 
-async def fill_batch(runtime: RolloutRuntime, rollout_id: int, data_source: PromptSource) -> RolloutFnTrainOutput:
-    """Generate and score one batch, from prompts of the data source."""
-    return await Dispatcher(runtime, data_source, rollout_id).fill()
-
-
 async def take_from_continuous(
     runtime: RolloutRuntime, rollout_id: int, data_source: PromptSource
 ) -> RolloutFnTrainOutput:

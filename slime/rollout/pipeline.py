@@ -26,7 +26,7 @@ from slime.data.sample import Sample
 from slime.data.source import observes
 from slime.errors import UserError
 from slime.rollout.debug_data import save_rollout
-from slime.rollout.dispatcher import Dispatcher, fill_batch
+from slime.rollout.dispatcher import Dispatcher
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.outcomes import (
     DispatchedSample,
@@ -42,8 +42,6 @@ from slime.storage.json_types import JsonObject
 
 logger = logging.getLogger(__name__)
 
-LogFunction = Callable[..., object]
-
 LOOK_S = 0.5
 """Interval at which a wait for a rollout checks whether background tasks have died."""
 
@@ -57,10 +55,30 @@ class GeneratedRollout:
     is_logged: bool
 
 
-class RolloutMaker:
-    """Produces rollouts by number; `at_work` supervises the engines while they generate.
+class RolloutFeed(ABC):
+    """Source of the rollouts of a run, in order."""
 
-    `rollout_fn` is the user's rollout function; without one the dispatcher is called directly.
+    @abstractmethod
+    def get(self, rollout_id: int) -> GeneratedRollout:
+        """Wait for the rollout with this number and return it."""
+
+    @contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Pause generation while the body updates weights or evaluates, if this mode requires a pause."""
+        yield
+
+    def weights_arrived(self, version: int) -> None:  # noqa: B027 (used only by fully asynchronous generation)
+        """Note that all engines have this version of the weights."""
+
+    def close(self) -> None:  # noqa: B027 (most feeds have no background work)
+        """Stop background work; may be called again."""
+
+
+class RolloutMaker(RolloutFeed):
+    """Makes a rollout when it is requested: the synchronous mode, and what the other feeds get their rollouts from.
+
+    `at_work` supervises the engines while they generate. `rollout_fn` is the user's rollout function; without one the
+    dispatcher is called directly.
     """
 
     def __init__(
@@ -69,7 +87,7 @@ class RolloutMaker:
         rollout_fn: Callable[..., object] | None,
         data_source: Any,
         *,
-        log: LogFunction,
+        log: Callable[..., object],
         at_work: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.runtime = runtime
@@ -85,34 +103,40 @@ class RolloutMaker:
         self._is_foreign = rollout_fn is not None or any(path is not None for path in batch_plugins)
         """True if a function of the user may have changed samples after the rollout checked them."""
 
-    def make(self, rollout_id: int, sample: Callable[[], RolloutFnTrainOutput] | None = None) -> GeneratedRollout:
+    def get(self, rollout_id: int, sample: Callable[[], RolloutFnTrainOutput] | None = None) -> GeneratedRollout:
         """Return the rollout from the journal if it is there, else from `sample()`, by default a new rollout."""
+        args, runtime, source = self._args, self.runtime, self.data_source
+        groups: list[Any]
+        metrics: JsonObject
+        seconds = 0.0
         found = None if self._batches is None else self._batches.batch(rollout_id)
         if found is not None:
             groups, metrics = found
-            return self._finished(rollout_id, groups, metrics, seconds=0.0)
-        began = time.monotonic()
-        with self.at_work():
-            output = self._new_rollout(rollout_id) if sample is None else sample()
-        seconds = time.monotonic() - began
-        samples = self._usable(rollout_id, output.samples)
-        made = dict(output.metrics or {})
-        if "perf/rollout_time" not in made:  # the metrics of a user function are added to the usual ones
-            made = rollout_metrics(self._args, samples, seconds) | made
-        if may_train_on_stale_tokens(self._args):
-            made |= staleness_metrics(samples, rollout_id)
-        if self._batches is not None:
-            self._batches.assign(rollout_id, output.samples, made)
-        elif observes(self.data_source):
-            self.data_source.observe_samples(rollout_id, output.samples)
-        return self._finished(rollout_id, output.samples, made, seconds)
+        else:
+            began = time.monotonic()
+            with self.at_work():
+                output = self._new_rollout(rollout_id) if sample is None else sample()
+            seconds = time.monotonic() - began
+            groups, metrics = output.samples, dict(output.metrics or {})
+            samples = self._usable(rollout_id, groups)
+            if "perf/rollout_time" not in metrics:  # the metrics of a user function are added to the usual ones
+                metrics = rollout_metrics(args, samples, seconds) | metrics
+            if may_train_on_stale_tokens(args):
+                metrics |= staleness_metrics(samples, rollout_id)
+            if self._batches is not None:
+                self._batches.assign(rollout_id, groups, metrics)
+            elif observes(source):
+                source.observe_samples(rollout_id, groups)
+        save_rollout(args, rollout_id, groups)
+        is_logged = self._log(rollout_id, runtime.plugin_args, list(leaves(groups)), dict(metrics), seconds) is True
+        return GeneratedRollout(groups, metrics, is_logged)
 
     def _new_rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
         runtime, source = self.runtime, self.data_source
         runtime.state.rollout_id = rollout_id  # for hooks, from any caller
         with runtime.pulse.during(self._args.rollout_batch_size * self._args.n_samples_per_prompt):
             if self._rollout_fn is None:
-                return runtime.run(fill_batch(runtime, rollout_id, source), whom=f"rollout {rollout_id}")
+                return runtime.run(Dispatcher(runtime, source, rollout_id).fill(), whom=f"rollout {rollout_id}")
             output = call_rollout_fn(self._rollout_fn, runtime.plugin_args, rollout_id, source, evaluation=False)
         assert isinstance(output, RolloutFnTrainOutput)
         return output
@@ -156,46 +180,9 @@ class RolloutMaker:
         refuse_all_failed(samples, f"rollout {rollout_id}")
         return samples
 
-    def _finished(self, rollout_id: int, groups: list[Any], metrics: JsonObject, seconds: float) -> GeneratedRollout:
-        save_rollout(self._args, rollout_id, groups)
-        samples = list(leaves(groups))
-        is_logged = self._log(rollout_id, self.runtime.plugin_args, samples, dict(metrics), seconds) is True
-        return GeneratedRollout(groups, metrics, is_logged)
-
 
 def _holds_samples(nested: object) -> bool:
-    if isinstance(nested, list | tuple):
-        return all(map(_holds_samples, nested))
-    return isinstance(nested, Sample)
-
-
-class RolloutFeed(ABC):
-    """Source of the rollouts of a run, in order."""
-
-    @abstractmethod
-    def get(self, rollout_id: int) -> GeneratedRollout:
-        """Wait for the rollout with this number and return it."""
-
-    @contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        """Pause generation while the body updates weights or evaluates, if this mode requires a pause."""
-        yield
-
-    def weights_arrived(self, version: int) -> None:  # noqa: B027 (used only by fully asynchronous generation)
-        """Note that all engines have this version of the weights."""
-
-    def close(self) -> None:  # noqa: B027 (most feeds have no background work)
-        """Stop background work; may be called again."""
-
-
-class SynchronousFeed(RolloutFeed):
-    """Synchronous mode: a rollout is generated when it is requested."""
-
-    def __init__(self, maker: RolloutMaker) -> None:
-        self._maker = maker
-
-    def get(self, rollout_id: int) -> GeneratedRollout:
-        return self._maker.make(rollout_id)
+    return all(map(_holds_samples, nested)) if isinstance(nested, list | tuple) else isinstance(nested, Sample)
 
 
 class OneStepAheadFeed(RolloutFeed):
@@ -256,7 +243,7 @@ class OneStepAheadFeed(RolloutFeed):
                 self._busy = True
             try:
                 with acting_as(f"rollout {number}"):
-                    made = self._maker.make(number)
+                    made = self._maker.get(number)
                 with self._changed:
                     self._ready.append((number, made))
             finally:
@@ -277,7 +264,7 @@ class FullyAsyncFeed(RolloutFeed):
 
     def get(self, rollout_id: int) -> GeneratedRollout:
         name = f"rollout {rollout_id}"
-        return self._maker.make(rollout_id, lambda: self._run(self._dispatcher.take(rollout_id), whom=name))
+        return self._maker.get(rollout_id, lambda: self._run(self._dispatcher.take(rollout_id), whom=name))
 
     def weights_arrived(self, version: int) -> None:
         self._run(self._dispatcher.weights_arrived(version))
@@ -291,7 +278,7 @@ def make_feed(maker: RolloutMaker, *, start: int, total: int, replayed: Sequence
     """Create the feed for `--async-mode`; `replayed` are rollouts that are already in the journal."""
     args = maker.runtime.args
     if not is_async(args):
-        return SynchronousFeed(maker)
+        return maker
     if args.async_mode == ONE_STEP:
         return OneStepAheadFeed(maker, start=start, total=total, ready=args.async_buffer_size)
     first = next((number for number in range(start, total) if number not in replayed), max(start, total))

@@ -64,6 +64,9 @@ CLOSE_ALL_TIMEOUT_S = 300.0
 _PROMPTS_KNOWN = 4
 GENERATE_FLAG = "--custom-generate-function-path"
 
+_runtimes: dict[str, RolloutRuntime] = {}
+"""The open runtimes by the mark of their `args`, in the order of their creation."""
+
 
 @dataclass(frozen=True)
 class EvalPrompts:
@@ -100,7 +103,7 @@ class RolloutRuntime:
         is_open: bool = False,
         is_of_run: bool = True,
     ) -> None:
-        if _registry.find(config.overlay.mark) is not None:
+        if config.overlay.mark in _runtimes:
             config = with_own_overlay(config)
         self.config = config
         self._reward = reward
@@ -152,7 +155,7 @@ class RolloutRuntime:
         self.eval_datasets: dict[str, EvalPrompts] = {}
         self.single_eval_datasets: dict[str, EvalPrompts] = {}
         """Datasets that a rollout file of the user evaluates one at a time."""
-        _registry.bind(config.overlay.mark, self)
+        _runtimes[config.overlay.mark] = self
 
     @property
     def traces(self) -> bool:
@@ -295,7 +298,7 @@ class RolloutRuntime:
         if self.loop_thread.loop.is_closed():
             return
         with ExitStack() as last:  # tasks in the loop can find their runtime until the loop ends
-            last.callback(_registry.unbind, self.config.overlay.mark)
+            last.callback(_runtimes.pop, self.config.overlay.mark, None)
             last.callback(self.loop_thread.close)
             self.run(self._aclose(), CLOSE_ALL_TIMEOUT_S)
 
@@ -401,28 +404,6 @@ def bounds_of(config: Config) -> Bounds:
     return Bounds(model_vocab_size(folder), RouterDimensions.of(folder) if config.use_rollout_routing_replay else None)
 
 
-class _Registry:
-    """Maps the marks of `args` to runtimes, in order of creation."""
-
-    def __init__(self) -> None:
-        self._bound: dict[str, RolloutRuntime] = {}
-
-    def bind(self, mark: str, runtime: RolloutRuntime) -> None:
-        self._bound[mark] = runtime
-
-    def unbind(self, mark: str) -> None:
-        self._bound.pop(mark, None)
-
-    def find(self, mark: str | None) -> RolloutRuntime | None:
-        return None if mark is None else self._bound.get(mark)
-
-    def newest_first(self) -> list[RolloutRuntime]:
-        return list(reversed(self._bound.values()))
-
-
-_registry = _Registry()
-
-
 def runtime_for(args: object) -> RolloutRuntime:
     """Return the runtime of these args, or of the args they were copied from; it uses the values in these args.
 
@@ -440,27 +421,31 @@ def runtime_for(args: object) -> RolloutRuntime:
 def find_runtime(args: object) -> RolloutRuntime | None:
     """Return the runtime of these args like `runtime_for`; None if no rollout is running."""
     mark = args.overlay.mark if isinstance(args, Config) else run_mark(args)
-    running = (one for one in _registry.newest_first() if one.is_of_run)
-    runtime = next(running, None) if mark is None else _registry.find(mark)
+    running = (one for one in _newest_first() if one.is_of_run)
+    runtime = next(running, None) if mark is None else _runtimes.get(mark)
     return None if runtime is None else runtime.with_args(args)
+
+
+def _newest_first() -> list[RolloutRuntime]:
+    return list(reversed(_runtimes.values()))
 
 
 def newest_runtime() -> RolloutRuntime | None:
     """Return the runtime created last, for compatibility helpers without args."""
-    return next(iter(_registry.newest_first()), None)
+    return next(iter(_newest_first()), None)
 
 
 def state_of_engine(url: str) -> GenerateState | None:
     """Return the state of the rollout that uses the engine at this URL; None for every other URL."""
     ticket = current_ticket()
-    serving = [runtime.state for runtime in _registry.newest_first() if runtime.state.serves(url)]
+    serving = [runtime.state for runtime in _newest_first() if runtime.state.serves(url)]
     own = (state for state in serving if ticket is not None and state.gate is ticket.gate)
     return next(own, serving[0] if serving else None)
 
 
 def key_behind(url: str) -> str | None:
     """Return the API key of the engine at this URL if it belongs to a run in this process."""
-    found = (runtime.key_of(url) for runtime in _registry.newest_first())
+    found = (runtime.key_of(url) for runtime in _newest_first())
     return next((key for key in found if key is not None), None)
 
 

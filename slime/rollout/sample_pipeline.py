@@ -11,7 +11,7 @@ import asyncio
 import copy
 import math
 import uuid
-from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from contextlib import nullcontext
 from typing import SupportsFloat, TypeGuard, TypeVar
 
@@ -31,6 +31,7 @@ from slime.rollout.outcomes import (
     DispatchedSample,
     GivenUp,
     Group,
+    Nested,
     Produced,
     detached_copy,
     leaves,
@@ -39,7 +40,6 @@ from slime.rollout.outcomes import (
     snapshot,
 )
 from slime.rollout.retry import MAX_RESUMES, AbortedTooOften
-from slime.rollout.rewards.remote import Teacher
 from slime.rollout.runtime import RolloutRuntime, accepts
 from slime.rollout.state import store_result
 from slime.storage.json_types import JsonObject
@@ -56,21 +56,46 @@ UNSCORED_AFTER_S = 0.25
 async def generate_and_rm_group(
     runtime: RolloutRuntime, group: Sequence[Produced], sampling_params: JsonObject, evaluation: bool = False
 ) -> Group:
-    """Generate and score all samples of one prompt; fan-outs that an earlier rollout finished are not changed.
+    """Generate and score all samples of one prompt; fan-outs that an earlier rollout finished are only checked.
 
     A group reward is computed only if no sample of the group was aborted.
     """
-    config = runtime.args
+    config, pulse = runtime.args, runtime.eval_pulse if evaluation else runtime.pulse
     for sample in leaves(group):
         if sample.session_id is None:
             sample.session_id = str(uuid.uuid4())
+
+    async def process(member: Produced) -> Produced:
+        """Generate one sample with its own copy of the sampling parameters.
+
+        The copy has the limits of the sample's dataset and a seed that depends only on the run's seed and the sample's
+        index. Each request with this seed gets a different derived seed.
+        """
+        if not isinstance(member, Sample):
+            for sample in member:
+                DispatchedSample(sample).settle(sample, "rollout", runtime.failures, runtime.bounds)
+            return member
+        limits = runtime.task_params.get(member.task, {}) if member.task is not None and not evaluation else {}
+        params = copy.deepcopy({**sampling_params, **limits})  # a function may write into its lists
+        if member.index is not None:
+            purpose = "eval" if evaluation else "train"
+            params.setdefault("sampling_seed", sampling_seed(config.rollout_seed, purpose, member.index))
+            set_sample_seed(params["sampling_seed"])
+        before = member.response_length
+        with acting_as(f"sample {member.index} of group {member.group_index}"):
+            produced = await generate_and_rm(runtime, member, params, evaluation)
+        if not _is_aborted(produced):
+            pulse.finished(sum(sample.response_length for sample in leaves([produced])) - before)
+        for sample in leaves([produced]):
+            sample.compact()
+        if not evaluation:
+            await _record(runtime, member, produced)
+        return produced
+
     with as_evaluation() if evaluation else nullcontext(), runtime.span(list(group), "generate_and_rm_group"):
-        results: Group = await gather_or_cancel(
-            _process_member(runtime, member, sampling_params, evaluation) for member in group
-        )
+        results: Group = await gather_or_cancel(process(member) for member in group)
     samples = list(leaves(results))
-    if config.group_rm and not any(sample.status is Sample.Status.ABORTED for sample in samples):
-        pulse = runtime.eval_pulse if evaluation else runtime.pulse
+    if config.group_rm and not _is_aborted(results):
         with acting_as(f"group {samples[0].group_index}"), pulse.judging():
             await score_together(runtime, samples)
         with as_evaluation() if evaluation else nullcontext():
@@ -83,49 +108,36 @@ async def generate_and_rm_group(
     return results
 
 
-async def _process_member(
-    runtime: RolloutRuntime, member: Produced, sampling_params: JsonObject, evaluation: bool
-) -> Produced:
-    """Generate one sample of a group with its own copy of the sampling parameters.
-
-    The copy has the limits of the sample's dataset and a seed that depends only on the run's seed and the sample's
-    index. Each request with this seed gets a different derived seed.
-    """
-    if not isinstance(member, Sample):  # a fan-out that an earlier rollout finished
-        for sample in member:
-            DispatchedSample(sample).settle(sample, "rollout", runtime.failures, runtime.bounds)
-        return member
-    limits = runtime.task_params.get(member.task, {}) if member.task is not None and not evaluation else {}
-    params = copy.deepcopy({**sampling_params, **limits})  # a function may write into its lists
-    if member.index is not None:
-        params.setdefault(
-            "sampling_seed", sampling_seed(runtime.args.rollout_seed, "eval" if evaluation else "train", member.index)
-        )
-        set_sample_seed(params["sampling_seed"])
-    before = member.response_length
-    with acting_as(f"sample {member.index} of group {member.group_index}"):
-        produced = await generate_and_rm(runtime, member, params, evaluation)
-    if not any(sample.status is Sample.Status.ABORTED for sample in leaves([produced])):
-        tokens = sum(sample.response_length for sample in leaves([produced]))
-        (runtime.eval_pulse if evaluation else runtime.pulse).finished(tokens - before)
-    for sample in leaves([produced]):
-        sample.compact()
-    if not evaluation:
-        await _record(runtime, member, produced)
-    return produced
-
-
 async def generate_and_rm(
     runtime: RolloutRuntime, sample: Sample, sampling_params: JsonObject, evaluation: bool = False
 ) -> Produced:
-    """Generate one sample, run the hooks, and score it; group rewards are computed later for the whole group."""
+    """Generate one sample, run the hooks, and score it; group rewards are computed later for the whole group.
+
+    If the reward of a complete response is slow, the response is recorded in the journal without it.
+    """
     if runtime.traces and sample.status is not Sample.Status.PENDING:
         trace_next_attempt(sample)
+    config, pulse = runtime.args, runtime.eval_pulse if evaluation else runtime.pulse
+    origin, clock = DispatchedSample(sample, runtime.claims), SampleClock(config.rollout_sample_timeout)
+    produced: Produced = sample
+    was_complete = sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+
+    async def score() -> None:
+        if not evaluation:
+            await teach(runtime, list(leaves([produced])))
+        if config.group_rm:
+            return
+        with pulse.judging():
+            if isinstance(produced, Sample):
+                await score_one(runtime, produced)
+            else:
+                await score_together(runtime, produced)
+        # samples that only built-in code has seen since their generation and hooks were checked then
+        by_user = runtime.has_user_reward or any(one.custom_rm_path is not None for one in leaves([produced]))
+        if was_complete or by_user or runtime.state.teacher is not None:
+            origin.settle(produced, "reward", runtime.failures, runtime.bounds)
+
     with runtime.span(sample, "generate_and_rm"):
-        config = runtime.args
-        origin, clock = DispatchedSample(sample, runtime.claims), SampleClock(config.rollout_sample_timeout)
-        produced: Produced = sample
-        was_complete = sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
         if not was_complete:
             if sample.status is Sample.Status.FAILED:
                 reset_to_prompt(sample)  # a failed sample that was handed out again
@@ -135,56 +147,26 @@ async def generate_and_rm(
                     return sample
                 if config.mask_offpolicy_in_partial_rollout and sample.status is Sample.Status.ABORTED:
                     sample.loss_mask = [0] * sample.response_length  # sampled by earlier weights
-                with (runtime.eval_pulse if evaluation else runtime.pulse).sample():
+                with pulse.sample():
                     produced = await _call_until_complete(runtime, origin, clock, sample, sampling_params, evaluation)
             produced = await apply_hooks(runtime, produced, None, evaluation, clock)
-        if evaluation or any(sample.status is Sample.Status.ABORTED for sample in leaves([produced])):
-            await _teach_and_score(runtime, origin, produced, evaluation, was_complete)
+        if evaluation or _is_aborted(produced):
+            await score()
             store_result(sample, produced)
             return produced
         generated = snapshot(produced) if any(map(_wants_reward, leaves([produced]))) else produced
         store_result(sample, generated)
-        scoring = _teach_and_score(runtime, origin, produced, evaluation, was_complete)
-        await _score_or_record(runtime, sample, generated, scoring)
+        scoring = asyncio.ensure_future(score())
+        try:
+            done, _ = await asyncio.wait({scoring}, timeout=UNSCORED_AFTER_S)
+            if not done:
+                await _record(runtime, sample, generated)
+            await scoring
+        finally:
+            scoring.cancel()  # does nothing to one that is done
+            await asyncio.gather(scoring, return_exceptions=True)
         store_result(sample, produced)
         return produced
-
-
-async def _teach_and_score(
-    runtime: RolloutRuntime, origin: DispatchedSample, produced: Produced, evaluation: bool, was_complete: bool
-) -> None:
-    """Add teacher log-probs and rewards to the generated samples; group rewards are computed later.
-
-    The samples are checked if a function of the user or a teacher was given them, or if they came complete from the
-    data source; others were checked after their generation and hooks.
-    """
-    if not evaluation:
-        await teach(runtime, list(leaves([produced])))
-    if runtime.args.group_rm:
-        return
-    with (runtime.eval_pulse if evaluation else runtime.pulse).judging():
-        if isinstance(produced, Sample):
-            await score_one(runtime, produced)
-        else:
-            await score_together(runtime, produced)
-    has_user_reward = runtime.has_user_reward or any(one.custom_rm_path is not None for one in leaves([produced]))
-    if was_complete or has_user_reward or runtime.state.teacher is not None:
-        origin.settle(produced, "reward", runtime.failures, runtime.bounds)
-
-
-async def _score_or_record(
-    runtime: RolloutRuntime, sample: Sample, generated: Produced, judging: Coroutine[object, object, None]
-) -> None:
-    """Await the reward of a complete response; if it is slow, record the response in the journal without it."""
-    task = asyncio.ensure_future(judging)
-    try:
-        done, _ = await asyncio.wait({task}, timeout=UNSCORED_AFTER_S)
-        if not done:
-            await _record(runtime, sample, generated)
-        await task
-    finally:
-        task.cancel()  # does nothing to one that is done
-        await asyncio.gather(task, return_exceptions=True)
 
 
 async def gather_or_cancel(work: Iterable[Awaitable[T]]) -> list[T]:
@@ -255,6 +237,10 @@ async def _call_until_complete(
         return sample
 
 
+def _is_aborted(produced: Nested) -> bool:
+    return any(sample.status is Sample.Status.ABORTED for sample in leaves(produced))
+
+
 def _is_batch_full(runtime: RolloutRuntime) -> bool:
     """Return whether the batch is full, so that an aborted sample goes back to the buffer or is held."""
     ticket = current_ticket()
@@ -278,44 +264,32 @@ async def apply_hooks(
         rollout_id = runtime.state.evaluation_id if evaluation else runtime.state.rollout_id
     clock = clock or SampleClock(runtime.args.rollout_sample_timeout)
     offered: dict[str, object] = {"rollout_id": rollout_id, "evaluation": evaluation}
-    if isinstance(produced, Sample):
-        return await _run_hooks_on_sample(runtime, clock, produced, offered)
-    hooked = list(produced)
-    for place, sample in enumerate(produced):
-        others = [one for one in hooked if one is not sample]
-        hooked[place] = await _run_hooks_on_sample(runtime, clock, sample, offered, others)
-    return hooked
-
-
-async def _run_hooks_on_sample(
-    runtime: RolloutRuntime,
-    clock: SampleClock,
-    sample: Sample,
-    offered: dict[str, object],
-    siblings: Sequence[Sample] = (),
-) -> Sample:
-    if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED):
-        return sample
-    origin = DispatchedSample(sample, runtime.claims, is_checked=True)
-    try:
-        for path in runtime.args.rollout_sample_hook_path:
-            hook = runtime.function(path, flag="--rollout-sample-hook-path", params=("args", "sample"))
-            wanted = {name: value for name, value in offered.items() if accepts(hook, name)}
-            async with clock.running(path):
-                result = await runtime.call_function(hook, path, runtime.plugin_args, sample, **wanted)
-            if result is not None and not isinstance(result, Sample):
-                raise TypeError(f"a sample hook must return a Sample or None, not {type(result).__name__}")
-            origin.claim(sample if result is None else result, path, siblings)
-            sample = sample if result is None else result
-            if sample.status is Sample.Status.ABORTED:
-                raise ValueError("a sample hook must not abort a sample: raise, or make it FAILED, to give it up")
-    except UserError:
-        raise
-    except Exception as error:  # noqa: BLE001 - any error of a hook fails only this sample
-        sample = detached_copy(sample) if isinstance(error, SampleTimeout) else sample
-        mark_failed([sample], runtime.failures.record("hook", error))
-    origin.settle(sample, "hook", runtime.failures, runtime.bounds)
-    return sample
+    hooked = list(leaves([produced]))
+    for place, sample in enumerate(hooked):
+        if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED):
+            continue
+        siblings = [one for one in hooked if one is not sample]
+        origin = DispatchedSample(sample, runtime.claims, is_checked=True)
+        try:
+            for path in runtime.args.rollout_sample_hook_path:
+                hook = runtime.function(path, flag="--rollout-sample-hook-path", params=("args", "sample"))
+                wanted = {name: value for name, value in offered.items() if accepts(hook, name)}
+                async with clock.running(path):
+                    result = await runtime.call_function(hook, path, runtime.plugin_args, sample, **wanted)
+                if result is not None and not isinstance(result, Sample):
+                    raise TypeError(f"a sample hook must return a Sample or None, not {type(result).__name__}")
+                origin.claim(sample if result is None else result, path, siblings)
+                sample = sample if result is None else result
+                if sample.status is Sample.Status.ABORTED:
+                    raise ValueError("a sample hook must not abort a sample: raise, or make it FAILED, to give it up")
+        except UserError:
+            raise
+        except Exception as error:  # noqa: BLE001 - any error of a hook fails only this sample
+            sample = detached_copy(sample) if isinstance(error, SampleTimeout) else sample
+            mark_failed([sample], runtime.failures.record("hook", error))
+        origin.settle(sample, "hook", runtime.failures, runtime.bounds)
+        hooked[place] = sample
+    return hooked[0] if isinstance(produced, Sample) else hooked
 
 
 # the teacher
@@ -327,7 +301,7 @@ async def teach(runtime: RolloutRuntime, samples: Sequence[Sample]) -> None:
     if teacher is None:
         return
 
-    async def teach_one(teacher: Teacher, sample: Sample) -> None:
+    async def teach_one(sample: Sample) -> None:
         try:
             sample.teacher_log_probs = await teacher.log_probs(sample.token_array().tolist(), sample.response_length)
         except UserError:
@@ -335,14 +309,12 @@ async def teach(runtime: RolloutRuntime, samples: Sequence[Sample]) -> None:
         except EngineError as error:
             mark_failed([sample], runtime.failures.record("engine", error))
 
-    unscored: list[Sample] = []
-    for sample in samples:
-        if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED) or sample.response_length == 0:
-            continue
+    def is_untaught(sample: Sample) -> bool:
         known = sample.column_array("teacher_log_probs")
-        if known is None or len(known) != sample.response_length:
-            unscored.append(sample)
-    await asyncio.gather(*(teach_one(teacher, sample) for sample in unscored))
+        return known is None or len(known) != sample.response_length
+
+    usable = (one for one in samples if one.status not in (Sample.Status.FAILED, Sample.Status.ABORTED))
+    await asyncio.gather(*(teach_one(one) for one in usable if one.response_length and is_untaught(one)))
 
 
 # rewards
@@ -461,6 +433,6 @@ async def _record(runtime: RolloutRuntime, dispatched: Produced, produced: Produ
             return
     if not any((sample.failure or "").startswith("engine: ") for sample in leaves([produced])):
         await runtime.journal.record(dispatched, produced)
-        if not any(sample.status is Sample.Status.ABORTED for sample in leaves([produced])):
+        if not _is_aborted(produced):
             for callback in runtime.when_recorded:
                 await callback(dispatched)

@@ -471,7 +471,7 @@ def test_observe_samples_receives_dropped_groups_when_the_batch_is_made(
     assert prompts_of(groups) == ["b", "d"]
     finished = prompts_of(runtime.journal.recover(0).groups)
     assert (inner.seen, finished) == ((), list("abcd"))  # a crash at this point would recover all of them
-    maker.make(3, lambda: RolloutFnTrainOutput(groups, {}))
+    maker.get(3, lambda: RolloutFnTrainOutput(groups, {}))
     kept, dropped = inner.seen[:2], inner.seen[2:]
     assert kept == [(3, "b", 2.0), (3, "d", 4.0)]
     assert sorted(dropped) == [(3, "a", 1.0), (3, "c", 3.0)]

@@ -359,13 +359,13 @@ def test_custom_rollout_samples_are_validated_before_journaling(make_runtime, tm
 
     runtime.journal = journal
     maker = RolloutMaker(runtime, made, None, log=lambda *_: False, at_work=nullcontext)
-    [[good, bad]] = maker.make(0).samples
+    [[good, bad]] = maker.get(0).samples
     assert (good.status, good.failure) == (Sample.Status.COMPLETED, None)
     assert bad.failure == "rollout: BadSample: loss_mask has 2 entries for 1 response tokens"
     with pytest.raises(RolloutFailed, match="rollout 1: all 1 samples failed; the first one: rollout: BadSample: loss"):
-        maker.make(1)
+        maker.get(1)
     with pytest.raises(UserError, match="must return groups, lists of Sample or of lists of them, not"):
-        maker.make(2)
+        maker.get(2)
     assert [journal.batch(rollout_id) is not None for rollout_id in range(3)] == [True, False, False]
     journal.close()
 
@@ -382,12 +382,12 @@ def test_custom_rollout_with_repeated_or_biased_samples_is_reported(make_runtime
     def maker(**flags):
         return RolloutMaker(make_runtime([], **flags), made, None, log=lambda *_: False, at_work=nullcontext)
 
-    maker().make(0)
+    maker().get(0)
     assert "2 samples, of which only 1 are different objects (sample 7 of group 3 comes 2 times)" in caplog.text
     with pytest.raises(UserError, match=r"sample 7 has rollout_top_p_token_ids: .* --allow-biased-sampling"):
-        maker().make(1)
+        maker().get(1)
     for accepting in ({"allow_biased_sampling": True}, {"debug_rollout_only": True}, {"loss_type": "sft_loss"}):
-        assert len(maker(**accepting).make(1).samples) == 1
+        assert len(maker(**accepting).get(1).samples) == 1
 
 
 def test_token_id_prompt_survives_a_failure(make_runtime, prompts, write_plugin, engine):

@@ -206,5 +206,5 @@ def test_custom_rollout_metrics_are_added_to_the_default_ones(engine, make_runti
         return RolloutFnTrainOutput([[sample]], {"rollout/mine": 3.0})
 
     maker = RolloutMaker(runtime, rollout, None, log=lambda *given: None, at_work=nullcontext)
-    metrics = maker.make(5).metrics
+    metrics = maker.get(5).metrics
     assert (metrics["rollout/mine"], metrics["rollout/raw_reward"], seen) == (3.0, 0.5, [5])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 
 from slime.cluster.watchdog import BackgroundDied, raise_failures
-from slime.rollout.pipeline import GeneratedRollout, OneStepAheadFeed, SynchronousFeed
+from slime.data.sample import Sample
+from slime.rollout.pipeline import GeneratedRollout, OneStepAheadFeed, RolloutMaker, make_feed
 
 PATIENCE_S = 120.0
 
@@ -23,7 +25,7 @@ class GatedMaker:
         self._may = threading.Semaphore(0)
         self._changed = threading.Condition()
 
-    def make(self, number: int) -> GeneratedRollout:
+    def get(self, number: int) -> GeneratedRollout:
         with self._changed:
             self.begun.append(number)
             self._changed.notify_all()
@@ -52,10 +54,18 @@ def ahead(workshop: Any, *, start: int = 0, total: int = 4, ready: int = 1) -> O
     return OneStepAheadFeed(workshop, start=start, total=total, ready=ready)
 
 
-def test_on_demand_feed_makes_the_requested_rollout(workshop: Any) -> None:
-    workshop.finish()
-    assert SynchronousFeed(workshop).get(3).samples == [3]
-    assert workshop.begun == [3]
+def test_synchronous_rollout_is_made_when_it_is_requested(make_runtime: Any) -> None:
+    asked: list[int] = []
+
+    def rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+        asked.append(rollout_id)
+        return [[Sample(index=0, tokens=[1, 2], response_length=1, reward=1.0)]]
+
+    maker = RolloutMaker(make_runtime([]), rollout, None, log=lambda *_: False, at_work=nullcontext)
+    feed = make_feed(maker, start=0, total=9, replayed=[])
+    assert asked == []
+    assert [sample.index for sample in feed.get(3).samples[0]] == [0]
+    assert asked == [3]
 
 
 def test_next_rollout_is_generated_during_training(workshop: Any) -> None:

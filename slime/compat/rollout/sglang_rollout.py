@@ -25,7 +25,7 @@ from slime.config.plugins.view import as_config
 from slime.data.sample import Sample
 from slime.rollout import generate as requests
 from slime.rollout import sample_pipeline
-from slime.rollout.dispatcher import fill_batch, take_from_continuous
+from slime.rollout.dispatcher import Dispatcher, take_from_continuous
 from slime.rollout.evaluate import evaluate, evaluate_dataset
 from slime.rollout.filters import MetricGatherer, call_dynamic_filter, should_drop_dynamic_filter_output
 from slime.rollout.gate import as_evaluation
@@ -71,7 +71,7 @@ def generate_rollout(
     runtime = runtime_for(args)
     if evaluation:
         return runtime.run(evaluate(runtime, rollout_id), whom=f"evaluation {rollout_id}")
-    return runtime.run(fill_batch(runtime, rollout_id, data_source), whom=f"rollout {rollout_id}")
+    return runtime.run(Dispatcher(runtime, data_source, rollout_id).fill(), whom=f"rollout {rollout_id}")
 
 
 def generate_rollout_fully_async(
@@ -96,9 +96,9 @@ async def generate_rollout_async(
     """
     runtime = runtime_for(args)
     if not callable(data_source):
-        return await runtime.on_own_loop(fill_batch(runtime, rollout_id, data_source)), []
+        return await runtime.on_own_loop(Dispatcher(runtime, data_source, rollout_id).fill()), []
     source = _GetSamples(data_source)
-    return await runtime.on_own_loop(fill_batch(runtime, rollout_id, source)), source.put_back
+    return await runtime.on_own_loop(Dispatcher(runtime, source, rollout_id).fill()), source.put_back
 
 
 async def eval_rollout(args: Any, rollout_id: int) -> tuple[RolloutFnEvalOutput, list[Group]]:
