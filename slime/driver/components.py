@@ -185,18 +185,13 @@ class RunComponents:
         return start if self.config.start_rollout_id is None else self.config.start_rollout_id
 
     def _make_teacher(self, stack: ExitStack) -> None:
-        config = self.config
-        own = self.teacher_engine
-        url, key = (own.urls[0], own.key) if own is not None else (config.rm_url, None)
+        config, own = self.config, self.teacher_engine
         if not config.use_opd or config.opd_type != "engine" or self.engines is None:
             return
+        url, key = (own.urls[0], own.key) if own is not None else (config.rm_url, None)
         assert url is not None, "the config's checks make sure that a teacher is named"
-        teacher = Teacher.at(
-            url,
-            timeout_s=config.engine_request_timeout,
-            concurrency=config.sglang_server_concurrency,
-            api_key=key,
-        )
+        timeout_s, concurrency = config.engine_request_timeout, config.sglang_server_concurrency
+        teacher = Teacher.at(url, timeout_s=timeout_s, concurrency=concurrency, api_key=key)
         self.runtime.state.teacher = teacher
         stack.callback(lambda: self.runtime.run(teacher.aclose()))
 

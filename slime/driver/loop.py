@@ -205,7 +205,16 @@ class Run:
             self.progress.message(f"resuming from {config.load} at step {self.start + 1}")
         elif self.trainers is not None:
             self.progress.message(f"trainer: the actor starts from {describe_initial_weights(config)}")
-        self.replayed = self._resume_data()
+        self._replayed: list[int] = []
+        """Rollouts after the checkpoint, which the journal has already."""
+        if journal is None:
+            self.data_source.load(self.start - 1)
+        else:
+            self._replayed = self.data_source.resume(self.start)
+        if self._replayed:
+            self.progress.message(
+                f"the journal has {len(self._replayed)} rollout(s) from before the resume: reusing them"
+            )
         self.metrics = MetricsLog(run_dir, config, start_rollout_id=self.start, again=again)
         stack.callback(self.metrics.close)
         stack.enter_context(forward_metrics_to(self.log_for_plugin))
@@ -241,16 +250,6 @@ class Run:
         if states is not None:
             self.progress.watch("engine", states.sentence)
 
-    def _resume_data(self) -> list[int]:
-        """Restore the position of the data source; return the numbers of rollouts that the journal has already."""
-        if self.journal is None:
-            self.data_source.load(self.start - 1)
-            return []
-        replayed: list[int] = self.data_source.resume(self.start)
-        if replayed:
-            self.progress.message(f"the journal has {len(replayed)} rollout(s) from before the resume: reusing them")
-        return replayed
-
     def _make_feed(self) -> RolloutFeed:
         config = self.config
         log = _log_function(
@@ -262,7 +261,7 @@ class Run:
         if isinstance(self.data_source, DumpedRollouts):
             rollout_fn = self.data_source.generate_rollout
         maker = RolloutMaker(self.runtime, rollout_fn, self.data_source, log=log, at_work=self.parts.engines_at_work)
-        return make_feed(maker, start=self.start, total=self.total, replayed=self.replayed)
+        return make_feed(maker, start=self.start, total=self.total, replayed=self._replayed)
 
     # the loop
 

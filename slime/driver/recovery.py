@@ -56,11 +56,13 @@ logger = logging.getLogger(__name__)
 class RunAttempt(Protocol):
     """One attempt of a run, from its start to its end or loss."""
 
+    config: Config
+    trainers: TrainerGroup | None
     start: int
     trained: int | None
-    """The last rollout that it trained on."""
+    """The last rollout that it trained on, whose weights the trainers hold."""
     saved: int | None
-    """The last rollout that it made a checkpoint of."""
+    """The last rollout whose weights are saved as the flags say."""
 
     @property
     def result(self) -> TrainingResult: ...
@@ -156,19 +158,8 @@ def config_for_restart(config: Config, *, checkpointed: bool) -> Config:
     )
 
 
-class SavableRun(Protocol):
-    """State of a run that is needed to save its weights after a disk failure."""
-
-    config: Config
-    trainers: TrainerGroup | None
-    trained: int | None
-    """The rollout whose weights the trainers hold; None before the first one."""
-    saved: int | None
-    """The rollout whose weights are saved as the flags say."""
-
-
 @contextmanager
-def rescue_weights(run: SavableRun) -> Iterator[None]:
+def rescue_weights(run: RunAttempt) -> Iterator[None]:
     """On a write failure save the weights elsewhere, and raise a `RunFailed` that says where they are."""
     try:
         yield
@@ -179,7 +170,7 @@ def rescue_weights(run: SavableRun) -> Iterator[None]:
         raise RunFailed(f"{sentence}; {_save_elsewhere(run, sentence)}") from error
 
 
-def _save_elsewhere(run: SavableRun, failure: str) -> str:
+def _save_elsewhere(run: RunAttempt, failure: str) -> str:
     """Save the weights in another place than the one that failed; return the sentence that names it."""
     trainers, rollout_id = run.trainers, run.trained
     if rollout_id is None or trainers is None:

@@ -48,7 +48,7 @@ from slime.rollout.outcomes import (
 )
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sample_pipeline import refuse_bad_rewards
-from slime.rollout.staleness import StaleGroups, group_version, is_stale, is_too_old
+from slime.rollout.staleness import group_version, is_stale, is_too_old, prompts_of
 from slime.rollout.state import InflightGroup
 
 
@@ -79,10 +79,9 @@ class Dispatcher:
         self._news = asyncio.Event()
         self._serving: Background | None = None
         self._judge = GroupFilter(runtime, f"rollout {rollout_id}", source)
-        self._stale = StaleGroups(runtime)
         self._since = time.monotonic()
-        self._thrown_away_tokens = 0
-        """Tokens that were sampled and are neither trained on nor continued."""
+        self._stale_groups = self._thrown_away_tokens = 0
+        """Groups that were too old, and tokens that were sampled and are neither trained on nor continued."""
 
     # one batch
 
@@ -126,8 +125,7 @@ class Dispatcher:
                     "rollout/returned_groups": float(len(unfinished)),
                     "rollout/held_groups": float(held),
                 }
-                metrics |= self._stale.counted()
-                metrics["rollout/thrown_away_tokens"] += self._thrown_away_tokens
+                metrics |= self._waste()
             return RolloutFnTrainOutput(groups, metrics)
         except BaseException:
             await self.aclose()
@@ -207,7 +205,7 @@ class Dispatcher:
         self._judge.repetitions = judge.repetitions.only(leaves([one.group for one in self._ready]))
         self._next = rollout_id + 1
         groups, metrics = await self._finish(rollout_id, taken, judge, tail)
-        metrics |= judge.metrics() | self._stale.counted()
+        metrics |= judge.metrics() | self._waste()
         metrics |= {
             "rollout/under_way_groups": float(len(self._under_way)),
             "rollout/ready_groups": float(len(self._ready)),
@@ -255,7 +253,8 @@ class Dispatcher:
                 self._exhausted = not groups
             if not groups:
                 return
-            self._dispatch([fit for group in groups if (fit := self._stale.fit(group, self._next)) is not None])
+            fit = [self._regenerated(one) if is_stale(self._args, one, self._next) else one for one in groups]
+            self._dispatch([group for group in fit if group is not None])
 
     def _dispatch(self, groups: list[Group]) -> None:
         """Dispatch groups.
@@ -327,12 +326,30 @@ class Dispatcher:
 
     def _regenerate_or_drop(self, one: InflightGroup) -> None:
         """Handle a finished group that is too old, as `--stale-samples` says."""
-        fresh = self._stale.fit(one.group, self._next, None if self._serving is None else one.prompts)
+        fresh = self._regenerated(one.group, None if self._serving is None else one.prompts)
         if self._serving is not None:
             self._again += [] if fresh is None else [fresh]
             self._changed.set()
         elif fresh is not None:
             self._dispatch([fresh])
+
+    def _regenerated(self, group: Group, prompts: Group | None = None) -> Group | None:
+        """Return the prompts of a group that is too old, or None if `--stale-samples` or a fan-out makes it dropped."""
+        self._stale_groups += 1
+        self._thrown_away_tokens += sampled_tokens(group)
+        if self._args.stale_samples == "regenerate":
+            fresh = prompts_of(group if prompts is None else prompts)
+            if fresh is not None:
+                return fresh
+        if self._runtime.journal is not None:
+            self._runtime.journal.drop([group])
+        return None
+
+    def _waste(self) -> Metrics:
+        """Return the number of stale groups and of discarded tokens since the last call."""
+        groups, tokens = self._stale_groups, self._thrown_away_tokens
+        self._stale_groups = self._thrown_away_tokens = 0
+        return {"rollout/stale_groups": float(groups), "rollout/thrown_away_tokens": float(tokens)}
 
     async def _finish(
         self, rollout_id: int, taken: Iterable[InflightGroup], judge: GroupFilter, tail: float

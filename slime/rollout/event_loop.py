@@ -136,31 +136,34 @@ class LoopThread:
             self.loop.close()
 
 
-class Job:
-    """One call: its future, and the time at which a thread started it."""
+class Call(Future[Any]):
+    """One call in a thread. Cancelling it removes a queued call, and abandons the thread of a running one."""
 
     def __init__(
         self, function: Callable[[], object], threads: DaemonThreads, on_begin: Callable[[], None] | None
     ) -> None:
-        self.function = function
-        self.on_begin = on_begin
-        self.future = JobFuture(self, threads)
-        self.began: float | None = None
-        self.is_abandoned = False
-
-
-class JobFuture(Future[Any]):
-    """The result of a call. Cancelling it removes a queued call, and abandons the thread of a running one."""
-
-    def __init__(self, job: Job, threads: DaemonThreads) -> None:
         super().__init__()
-        self._job = job
-        self._threads = threads
+        self._function, self._on_begin, self._threads = function, on_begin, threads
+        self.began: float | None = None  # when a thread started it (time.monotonic)
+        self.is_abandoned = False
 
     def cancel(self) -> bool:
         is_cancelled = super().cancel()
-        self._threads.give_up(self._job)
+        self._threads.give_up(self)
         return is_cancelled
+
+    def act(self) -> None:
+        """Call the function in this thread and set the result."""
+        try:
+            if self._on_begin is not None:
+                self._on_begin()
+            result = self._function()
+        except StopIteration as error:  # a future cannot hold it, and its waiter would hang
+            self.set_exception(RuntimeError(f"raised {error!r}"))
+        except BaseException as error:  # noqa: BLE001 - it is raised in the caller
+            self.set_exception(error)
+        else:
+            self.set_result(result)
 
 
 class DaemonThreads:
@@ -172,35 +175,39 @@ class DaemonThreads:
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._closing = threading.Condition(self._lock)
-        self._queue: deque[Job] = deque()
-        self._running: set[Job] = set()
+        self._queue: deque[Call] = deque()
+        self._running: set[Call] = set()
         self._idle = 0
         self._is_closed = self._is_watched = False
 
-    def submit(self, function: Callable[[], object], *, on_begin: Callable[[], None] | None = None) -> Job:
+    def submit(self, function: Callable[[], object], *, on_begin: Callable[[], None] | None = None) -> Call:
         """Call `function` in a thread, now or when one is free; `on_begin` is called there first."""
-        job = Job(function, self, on_begin)
+        call = Call(function, self, on_begin)
         with self._lock:
             if self._is_closed:
                 raise RuntimeError(f"{self._name}: the threads were closed")
-            self._queue.append(job)
+            self._queue.append(call)
             self._work.notify()
             self._grow()
             if len(self._queue) > self._idle and not self._is_watched:
                 self._is_watched = True
                 threading.Thread(target=self._watch, name=f"{self._name}-queue", daemon=True).start()
-        return job
+        return call
 
     async def begin(self, function: Callable[[], T], who: str) -> asyncio.Future[T]:
         """Wait until a thread starts `function` in the current context, and return the future of its result.
 
         Cancelling that future abandons the call: it runs to its end, and its result and error are ignored.
         """
-        begun = asyncio.get_running_loop().create_future()
-        job = self.submit(
-            partial(contextvars.copy_context().run, function), on_begin=partial(_complete_from_thread, begun)
-        )
-        future: asyncio.Future[T] = asyncio.wrap_future(job.future)
+        loop = asyncio.get_running_loop()
+        begun = loop.create_future()
+
+        def note_begin() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(lambda: None if begun.done() else begun.set_result(None))
+
+        call = self.submit(partial(contextvars.copy_context().run, function), on_begin=note_begin)
+        future: asyncio.Future[T] = asyncio.wrap_future(call)
         future.add_done_callback(lambda done: done.cancelled() or done.exception())  # an ignored error is not logged
         try:
             with waiting(who, "to be called after earlier calls", timeout_s=None):
@@ -210,13 +217,13 @@ class DaemonThreads:
             raise
         return future
 
-    def give_up(self, job: Job) -> None:
+    def give_up(self, call: Call) -> None:
         """Abandon a call: a queued one is removed, a running one ends on its own."""
         with self._lock:
-            job.is_abandoned = True
-            if job in self._queue:
-                self._queue.remove(job)
-            self._running.discard(job)
+            call.is_abandoned = True
+            if call in self._queue:
+                self._queue.remove(call)
+            self._running.discard(call)
             self._grow()
 
     def close(self) -> None:
@@ -228,7 +235,7 @@ class DaemonThreads:
 
     def _grow(self) -> None:
         now = time.monotonic()
-        busy = sum(now - (job.began or now) < SLOW_S for job in self._running)
+        busy = sum(now - (call.began or now) < SLOW_S for call in self._running)
         most = min(self._limit - busy, MOST_THREADS - len(self._running))
         for _ in range(min(len(self._queue) - self._idle, most - self._idle)):
             self._idle += 1
@@ -257,14 +264,14 @@ class DaemonThreads:
                         return
                     self._work.wait()
                 self._idle -= 1
-                job = self._queue.popleft()
-                job.began = time.monotonic()
-                self._running.add(job)
-            if job.future.set_running_or_notify_cancel():
-                _call(job)
+                call = self._queue.popleft()
+                call.began = time.monotonic()
+                self._running.add(call)
+            if call.set_running_or_notify_cancel():
+                call.act()
             with self._lock:
-                self._running.discard(job)
-                if job.is_abandoned:
+                self._running.discard(call)
+                if call.is_abandoned:
                     return
                 self._idle += 1
 
@@ -277,28 +284,9 @@ class DaemonExecutor(ThreadPoolExecutor):
         self._threads_of_ours = DaemonThreads(name)
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        return self._threads_of_ours.submit(partial(fn, *args, **kwargs)).future
+        return self._threads_of_ours.submit(partial(fn, *args, **kwargs))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """End the threads without waiting; busy ones end with their call."""
         self._threads_of_ours.close()
         super().shutdown(wait=False, cancel_futures=cancel_futures)
-
-
-def _complete_from_thread(future: asyncio.Future[None]) -> None:
-    """Complete a future of an event loop from another thread; does nothing if the loop is closed."""
-    with contextlib.suppress(RuntimeError):
-        future.get_loop().call_soon_threadsafe(lambda: None if future.done() else future.set_result(None))
-
-
-def _call(job: Job) -> None:
-    try:
-        if job.on_begin is not None:
-            job.on_begin()
-        result = job.function()
-    except StopIteration as error:  # a future cannot hold it, and its waiter would hang
-        job.future.set_exception(RuntimeError(f"raised {error!r}"))
-    except BaseException as error:  # noqa: BLE001 - it is raised in the caller
-        job.future.set_exception(error)
-    else:
-        job.future.set_result(result)

@@ -196,7 +196,18 @@ class GroupFilter:
                 self._has_succeeded = True
             elif self._first_failure is None:
                 self._first_failure = sample.failure
-        self._refuse_endless_dropping()
+        batch = self._args.rollout_batch_size
+        if self._kept == 0 and self.dropped_groups >= batch and not self._has_succeeded:
+            raise RolloutFailed(
+                f"{self._what}: all {self._dropped_samples} samples failed; the first one: {self._first_failure}"
+            )
+        if self._dropped_in_a_row >= MAX_DROPS_PER_GROUP * batch:
+            reasons = ", ".join(f"{reason}: {count}" for reason, count in self.reasons.most_common())
+            raise RolloutFailed(
+                f"{self._what}: --dynamic-sampling-filter-path {self._args.dynamic_sampling_filter_path} dropped "
+                f"{self._dropped_in_a_row} groups in a row ({reasons}): use prompts that the model solves sometimes, "
+                "or slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std_with_fallback"
+            )
         return False
 
     def count_removed(self, before: Sequence[Group], groups: list[Group], who: str) -> None:
@@ -220,21 +231,6 @@ class GroupFilter:
         if self._args.rollout_sample_filter_path is None:
             return {}
         return {"rollout/removed_groups": float(self.removed_groups)}
-
-    def _refuse_endless_dropping(self) -> None:
-        batch = self._args.rollout_batch_size
-        if self._kept == 0 and self.dropped_groups >= batch and not self._has_succeeded:
-            raise RolloutFailed(
-                f"{self._what}: all {self._dropped_samples} samples failed; the first one: {self._first_failure}"
-            )
-        if self._dropped_in_a_row < MAX_DROPS_PER_GROUP * batch:
-            return
-        reasons = ", ".join(f"{reason}: {count}" for reason, count in self.reasons.most_common())
-        raise RolloutFailed(
-            f"{self._what}: --dynamic-sampling-filter-path {self._args.dynamic_sampling_filter_path} dropped "
-            f"{self._dropped_in_a_row} groups in a row ({reasons}): use prompts that the model solves sometimes, or "
-            "slime.rollout.filter_hub.dynamic_sampling_filters.check_reward_nonzero_std_with_fallback"
-        )
 
 
 async def call_batch_plugins(

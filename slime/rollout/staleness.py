@@ -12,8 +12,7 @@ from statistics import fmean
 
 from slime.config import Config
 from slime.data.sample import Sample
-from slime.rollout.outcomes import Group, leaves, reset_to_prompt, sampled_tokens
-from slime.rollout.runtime import RolloutRuntime
+from slime.rollout.outcomes import Group, leaves, reset_to_prompt
 
 
 def group_version(group: Group) -> int | None:
@@ -31,35 +30,6 @@ def is_too_old(args: Config, version: int | None, rollout_id: int) -> bool:
     """Return whether a weight version exceeds `--max-weight-staleness` in this rollout."""
     bound = args.max_weight_staleness
     return bound is not None and version is not None and rollout_id - version > bound
-
-
-class StaleGroups:
-    """Regenerates or drops groups that are too old, as `--stale-samples` selects, and counts them."""
-
-    def __init__(self, runtime: RolloutRuntime) -> None:
-        self._runtime = runtime
-        self._groups = self._tokens = 0
-
-    def fit(self, group: Group, rollout_id: int, prompts: Group | None = None) -> Group | None:
-        """Return the group if it is fresh enough for this rollout; else its prompts, or None if it is dropped."""
-        args = self._runtime.args
-        if not is_stale(args, group, rollout_id):
-            return group
-        self._groups += 1
-        self._tokens += sampled_tokens(group)
-        if args.stale_samples == "regenerate":
-            fresh = prompts_of(group if prompts is None else prompts)
-            if fresh is not None:
-                return fresh
-        if self._runtime.journal is not None:
-            self._runtime.journal.drop([group])
-        return None
-
-    def counted(self) -> dict[str, float]:
-        """Return the number of stale groups and of their tokens since the last call."""
-        counts = {"rollout/stale_groups": float(self._groups), "rollout/thrown_away_tokens": float(self._tokens)}
-        self._groups = self._tokens = 0
-        return counts
 
 
 def prompts_of(group: Group) -> Group | None:

@@ -393,7 +393,7 @@ def test_error_of_a_cancelled_reward_call_is_not_reported():
             await scored
         release.set()
         with pytest.raises(ValueError, match="too late"):
-            await asyncio.to_thread(job.future.result)
+            await asyncio.to_thread(job.result)
         await asyncio.to_thread(threads[0].join)  # its callbacks are queued on the loop after this
         del scored, job
         gc.collect()

@@ -370,6 +370,27 @@ def test_custom_rollout_samples_are_validated_before_journaling(make_runtime, tm
     journal.close()
 
 
+def test_finished_samples_of_the_source_are_checked(engine, make_runtime, prompts):
+    """Samples and fan-outs that an earlier run finished are not generated again, but may be invalid."""
+
+    def finished(index, mask):
+        return Sample(
+            prompt="a", index=index, group_index=0, tokens=[5, 6, 7], response_length=2, loss_mask=mask, reward=1.0,
+            status=Sample.Status.COMPLETED,
+        )  # fmt: skip
+
+    runtime = make_runtime([engine.url], rm_type="random", rollout_batch_size=1, n_samples_per_prompt=3)
+    source = prompts(["a"], n=3)
+    source.groups[0][1:] = [finished(1, [1, 1, 1]), [finished(2, [1, 0]), finished(2, [0])]]
+    maker = RolloutMaker(runtime, None, source, log=lambda *_: False, at_work=nullcontext)
+    [[new, alone, [good, bad]]] = maker.get(0).samples
+    assert (new.failure, good.failure, good.loss_mask) == (None, None, [1, 0])
+    assert alone.failure == "reward: BadSample: loss_mask has 3 entries for 2 response tokens"
+    assert bad.failure == "rollout: BadSample: loss_mask has 1 entries for 2 response tokens"
+    assert {alone.status, bad.status} == {Sample.Status.FAILED}
+    assert len(engine.requests) == 1
+
+
 def test_custom_rollout_with_repeated_or_biased_samples_is_reported(make_runtime, caplog):
     """A sample drawn from a truncated vocabulary ends the run; a repeated object is named in a warning."""
 

@@ -182,14 +182,14 @@ def test_cancelled_hanging_call_frees_its_slot() -> None:
     hung = [threads.submit(lambda: release.wait(240)) for _ in range(2)]
     queued = threads.submit(lambda: "served")
     with pytest.raises(TimeoutError):
-        queued.future.result(0.1)
-    hung[0].future.cancel()
-    assert queued.future.result(120) == "served"
+        queued.result(0.1)
+    hung[0].cancel()
+    assert queued.result(120) == "served"
     dropped, last = threads.submit(lambda: "never"), threads.submit(lambda: "again")
-    dropped.future.cancel()
-    assert last.future.result(120) == "again"
+    dropped.cancel()
+    assert last.result(120) == "again"
     release.set()
-    assert hung[1].future.result(120) is True
+    assert hung[1].result(120) is True
     threads.close()
     with pytest.raises(RuntimeError, match="closed"):
         threads.submit(fall)
@@ -201,12 +201,12 @@ def test_slow_call_frees_its_slot_and_errors_are_raised(monkeypatch: pytest.Monk
     slow = threads.submit(lambda: release.wait(240))
     queued = threads.submit(fall)
     with pytest.raises(TimeoutError):
-        queued.future.result(0.2)
+        queued.result(0.2)
     monkeypatch.setattr("slime.rollout.event_loop.SLOW_S", 0.1)
     with pytest.raises(KeyError, match="left shoe"):
-        queued.future.result(120)
+        queued.result(120)
     release.set()
-    assert slow.future.result(120) is True
+    assert slow.result(120) is True
     threads.close()
 
 

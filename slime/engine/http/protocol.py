@@ -257,7 +257,11 @@ def join_responses(first: JsonMapping, rest: JsonMapping) -> JsonObject:
 
 
 def _join_meta_info(one: JsonMapping, two: JsonMapping, counts: tuple[int, int]) -> JsonObject:
-    """Join the metadata of two parts that have `counts` tokens."""
+    """Join the metadata of two parts that have `counts` tokens.
+
+    `weight_versions` of the result has the weight version of each token span: `version` from `start` up to `end`;
+    neighbours differ. It is empty if an engine does not name its versions.
+    """
     meta_info = {**one, **two}
     for name in ("id", "prompt_tokens", "input_token_logprobs", "input_top_logprobs", "first_weight_version"):
         if name in one:
@@ -276,30 +280,19 @@ def _join_meta_info(one: JsonMapping, two: JsonMapping, counts: tuple[int, int])
             rest_offsets = [offset + len(first_ids) for offset in _int32_list(two[offsets])[1:]]
             meta_info[ids] = first_ids + _int32_list(two[ids])
             meta_info[offsets] = first_offsets + rest_offsets
-    meta_info["weight_versions"] = _join_weight_versions(one, two, counts)
-    return meta_info
-
-
-def _join_weight_versions(one: JsonMapping, two: JsonMapping, counts: tuple[int, int]) -> list[JsonObject]:
-    """Weight version of each token span of the joined response: `version` from `start` up to `end`; neighbours differ.
-
-    Empty if an engine does not name its versions.
-    """
     spans: list[JsonObject] = []
-    for meta_info, count, shift in ((one, counts[0], 0), (two, counts[1], counts[0])):
-        version = meta_info.get("first_weight_version", meta_info.get("weight_version"))
-        parts = meta_info.get("weight_versions") or [{"version": version, "start": 0, "end": count}]
-        for part in parts:
-            start, end = part["start"] + shift, part["end"] + shift
+    for part, count, shift in ((one, counts[0], 0), (two, counts[1], counts[0])):
+        version = part.get("first_weight_version", part.get("weight_version"))
+        for span in part.get("weight_versions") or [{"version": version, "start": 0, "end": count}]:
+            start, end = span["start"] + shift, span["end"] + shift
             if end <= start:
                 continue
-            if part["version"] is None:
-                return []
-            if spans and (spans[-1]["version"], spans[-1]["end"]) == (part["version"], start):
+            if spans and (spans[-1]["version"], spans[-1]["end"]) == (span["version"], start):
                 spans[-1]["end"] = end
             else:
-                spans.append({"version": part["version"], "start": start, "end": end})
-    return spans
+                spans.append({"version": span["version"], "start": start, "end": end})
+    meta_info["weight_versions"] = [] if any(span["version"] is None for span in spans) else spans
+    return meta_info
 
 
 def _int32_list(value: str | Sequence[int]) -> list[int]:
