@@ -365,6 +365,7 @@ class Dispatcher:
     def _forget(self, one: InflightGroup) -> InflightGroup:
         """Remove a group from those in flight."""
         del self._under_way[one.task]
+        one.task.remove_done_callback(self._note_end)  # an abandoned task would keep this batch in memory
         self._ended.discard(one.task)
         self._versions -= Counter([one.version])
         place, one.generated = one.generated, dict(one.generated)
@@ -394,7 +395,7 @@ class Dispatcher:
         for task, one in list(self._under_way.items()):
             if not task.done() and task not in self._left_behind:
                 del self._under_way[task]
-                task.remove_done_callback(self._note_end)  # it would keep this batch in memory
+                task.remove_done_callback(self._note_end)
                 for sample in unscored(one.group):
                     sample.metadata.setdefault("start_rollout_id", self._next)
                 if not one.was_held:

@@ -8,7 +8,7 @@ cut off is continued too, and its sender gets one joined answer.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from typing import Any
 from urllib.parse import urlsplit
@@ -107,9 +107,16 @@ async def generate(runtime: RolloutRuntime, sample: Sample, sampling_params: Jso
             meta_info=result.meta_info,
             text=result.text,
         )
+        if sample.status is Sample.Status.COMPLETED and config.rollout_skip_special_tokens is not False:
+            # rewards see the text without the stop token, which stays in the tokens; one that the user set and that is
+            # not a special token is part of the answer
+            last = int(sample.token_array()[-1]) if sample.response_length else None
+            is_stop = last == result.meta_info["finish_reason"].get("matched")
+            is_wanted = last in (params.get("stop_token_ids") or ())
+            if last is not None and (last in runtime.special_token_ids or (is_stop and not is_wanted)):
+                stop_text = runtime.tokenizer.decode([last], skip_special_tokens=False)
+                sample.response = sample.response.removesuffix(stop_text)
         if sample.status is not Sample.Status.ABORTED:
-            wanted = params.get("stop_token_ids") or ()
-            _leave_out_stop_token(runtime, sample, result.meta_info["finish_reason"].get("matched"), wanted)
             return None
         # a response that only this module has begun can be continued after a crash; a custom function's cannot
         is_custom = sample.generate_function_path or config.custom_generate_function_path
@@ -119,20 +126,6 @@ async def generate(runtime: RolloutRuntime, sample: Sample, sampling_params: Jso
 
     await complete(rest, send, take, ticket=current_ticket(), given_up=lambda: state.aborted)
     return sample
-
-
-def _leave_out_stop_token(runtime: RolloutRuntime, sample: Sample, matched: object, wanted: Sequence[int]) -> None:
-    """Remove the stop token from the response text that rewards see; it stays in the tokens.
-
-    A stop token that the user set (`wanted`) and that is not a special token is part of the answer.
-    """
-    if sample.status is not Sample.Status.COMPLETED or runtime.args.rollout_skip_special_tokens is False:
-        return
-    if not sample.response_length:
-        return
-    last = int(sample.token_array()[-1])
-    if last in runtime.special_token_ids or (last == matched and last not in wanted):
-        sample.response = sample.response.removesuffix(runtime.tokenizer.decode([last], skip_special_tokens=False))
 
 
 def new_token_budget(args: Config, sample: Sample, sampling_params: JsonMapping) -> int:

@@ -60,7 +60,7 @@ def test_each_conversation_is_played_in_order(tokenizer, stream, incremental):
                 assert tuple(result.token_ids) == turn.ids
                 assert result.log_probs == pytest.approx([log_prob(t) for t in turn.ids])
                 assert result.text == f"{TEXT} {number} é中<|im_end|>"
-                assert (result.finish_type, result.weight_version) == ("stop", "1")
+                assert (result.finish_type, result.meta_info["weight_version"]) == ("stop", "1")
             ids = [*ids, *turn.ids, *tokenizer.encode("\nuser the", add_special_tokens=False)]
             if number == 0:
                 asked_apart = tokenizer.encode("user OTHER", add_special_tokens=False)
@@ -99,7 +99,7 @@ def test_aborted_turn_resumes_where_it_was_cut(tokenizer):
         engine.weight_version = "2"
         rest = ask(url, payload([*prompt, *first.token_ids]))
         assert (*first.token_ids, *rest.token_ids) == turn.ids
-        assert rest.weight_version == "2"
+        assert rest.meta_info["weight_version"] == "2"
         again = ask(url, payload([*prompt, *turn.ids]))
         assert again.text == "bye<|im_end|>"
 
@@ -120,5 +120,5 @@ def test_engines_share_a_script_but_not_their_prefix_caches(tokenizer):
         prompt = np.asarray(tokenizer.encode("what is the answer", add_special_tokens=False), np.int32)
         first = ask(one, payload(prompt.tolist()))
         following = [*prompt.tolist(), *first.token_ids, 5, 6]
-        assert ask(two, payload(following)).cached_tokens == 0
-        assert ask(one, payload(following)).cached_tokens == len(following) - 2
+        assert ask(two, payload(following)).meta_info["cached_tokens"] == 0
+        assert ask(one, payload(following)).meta_info["cached_tokens"] == len(following) - 2

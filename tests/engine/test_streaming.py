@@ -75,7 +75,7 @@ def test_client_reads_a_stream_of_65536_tokens(dialect: str) -> None:
     result = stream_result(streaming(events))
     assert result.token_ids == [3 + at % 300 for at in range(LONG)]
     assert result.log_probs == [logprob(at) for at in range(LONG)]
-    assert (result.text, result.completion_tokens, result.finish_type) == ("ab" * LONG, LONG, "length")
+    assert (result.text, result.meta_info["completion_tokens"], result.finish_type) == ("ab" * LONG, LONG, "length")
 
 
 def test_broken_stream_returns_its_tokens_as_an_abort() -> None:
@@ -87,7 +87,7 @@ def test_broken_stream_returns_its_tokens_as_an_abort() -> None:
         )
 
     result = call(streaming([event(0, 4, 4), event(4, 9, 9)]), use)
-    assert (result.completion_tokens, result.finish_type, len(result.token_ids)) == (9, "abort", 9)
+    assert (result.meta_info["completion_tokens"], result.finish_type, len(result.token_ids)) == (9, "abort", 9)
 
 
 def test_stream_dialect_is_detected_at_every_event() -> None:

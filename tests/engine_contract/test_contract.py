@@ -49,8 +49,12 @@ def test_generate_returns_token_ids_and_log_probs(engine: Engine) -> None:
     result = GenerateResult.from_json(answer, url=engine.url)
     assert len(result.token_ids) == len(result.log_probs) == 16
     assert answer["output_ids"] == result.token_ids
-    assert (result.finish_type, result.prompt_tokens, result.completion_tokens) == ("length", 6, 16)
-    assert result.weight_version == "first"
+    assert (result.finish_type, result.meta_info["prompt_tokens"], result.meta_info["completion_tokens"]) == (
+        "length",
+        6,
+        16,
+    )
+    assert result.meta_info["weight_version"] == "first"
 
 
 def test_client_result_has_the_tokens_of_the_raw_answer(engine: Engine) -> None:
@@ -67,7 +71,11 @@ def test_client_result_equals_the_plain_answer(engine: Engine) -> None:
     assert (result.token_ids, result.text) == (plain.token_ids, plain.text)
     assert (result.id_array.dtype, result.log_prob_array.dtype) == (plain.id_array.dtype, plain.log_prob_array.dtype)
     assert abs(result.log_prob_array - plain.log_prob_array).max() <= 1e-4  # computed in another batch
-    assert (result.finish_type, result.completion_tokens, result.weight_version) == ("length", 300, "first")
+    assert (result.finish_type, result.meta_info["completion_tokens"], result.meta_info["weight_version"]) == (
+        "length",
+        300,
+        "first",
+    )
 
 
 def test_greedy_tokens_match_transformers(engine: Engine, references: dict[str, Any]) -> None:

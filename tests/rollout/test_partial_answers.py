@@ -93,7 +93,7 @@ def test_results_with_columns_join_over_three_requests():
     one = GenerateResult.joined(parts, "ABCDE")
     assert (one.text, one.token_ids, one.finish_type) == ("ABCDE", [65, 66, 67, 68, 69], "stop")
     assert one.log_probs == [-i / 128 for i in one.token_ids]
-    assert (one.prompt_tokens, one.completion_tokens) == (10, 5)
+    assert (one.meta_info["prompt_tokens"], one.meta_info["completion_tokens"]) == (10, 5)
     assert "output_token_logprobs" not in one.meta_info
     assert one.meta_info["weight_versions"] == [
         {"version": "1", "start": 0, "end": 2},

@@ -287,10 +287,6 @@ class EngineClient(EngineTransport):
         """True if the engine generated a token for this call."""
         return await self._healthy("/health_generate", timeout_s)
 
-    async def server_info(self, *, timeout_s: float | None = None) -> JsonObject:
-        """``GET /server_info``: version, model and settings of the engine."""
-        return await self._control_json("GET", "/server_info", None, timeout_s)
-
     # -- weights and memory -------------------------------------------------------------------------------------
 
     async def update_weights_from_disk(

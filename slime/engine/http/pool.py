@@ -20,12 +20,15 @@ from slime.cluster.watchdog import Limit, waiting
 from slime.engine.http.client import REQUEST_FLAG, EngineClient, Growing
 from slime.engine.http.errors import EngineError, EngineProtocolError, EngineUnreachable
 from slime.engine.http.protocol import GenerateResult
-from slime.storage.json_types import JsonObject
+from slime.storage.json_types import JsonMapping, JsonObject
 
 T = TypeVar("T")
 
 _DRAIN_POLL_S = 0.1
 """Interval between aborts while an engine drains: a request may still have been on its way to it."""
+_SUSPECT_S = 5.0
+"""How long an engine that could not be reached is avoided."""
+_REMEMBERED_KEYS = 16384
 _REMOVE_TIMEOUT_S = 5.0
 """How long `remove` waits for the requests in flight on the removed engine."""
 
@@ -86,7 +89,7 @@ class EnginePool:
 
     Requests with the same ``affinity_key`` (a group, a session) go to the same engine, so that their common prefix is
     computed once; a new key goes to the engine with the fewest requests in flight. An engine that could not be
-    reached is avoided for ``suspect_s`` and its request goes to another one. A supervisor marks engines as down; while
+    reached is avoided for a few seconds and its request goes to another one. A supervisor marks engines as down; while
     all of them are down, requests wait up to ``patience_s`` for one to come back. No call takes longer than
     ``timeout_s``, and control calls also no longer than ``control_timeout_s``. A pool may start without engines only
     if engines are added later (``may_be_empty``).
@@ -99,8 +102,6 @@ class EnginePool:
         timeout_s: float = 3600.0,
         control_timeout_s: float = 120.0,
         imbalance_limit: int = 64,
-        suspect_s: float = 5.0,
-        remembered_keys: int = 16384,
         patience_s: float = 600.0,
         api_key: str | None = None,
         may_be_empty: bool = False,
@@ -111,8 +112,6 @@ class EnginePool:
         self._control_timeout_s = Limit(timeout_s, REQUEST_FLAG) if timeout_s < control_timeout_s else control_timeout_s
         self._members = tuple(_Member(self._client(url, api_key)) for url in urls)  # replaced, never changed
         self._imbalance_limit = imbalance_limit
-        self._suspect_s = suspect_s
-        self._remembered_keys = remembered_keys
         self._patience_s = patience_s
         self._given_up: str | None = None
         self._any_up = asyncio.Event()
@@ -139,21 +138,25 @@ class EnginePool:
     def __len__(self) -> int:
         return len(self._members)
 
-    async def generate(
-        self, payload: JsonObject, affinity_key: Hashable | None = None, *, headers: dict[str, str] | None = None
-    ) -> JsonObject:
+    async def generate(self, payload: JsonObject, affinity_key: Hashable | None = None) -> JsonObject:
         """`EngineClient.generate` on one engine; if it cannot be reached, on each of the others in turn."""
-        asked = self._first_reachable(lambda one: one.generate(payload, headers=headers), affinity_key)
+        pool, headers = self._route(payload, affinity_key)
+        asked = pool._first_reachable(lambda one: one.generate(payload, headers=headers), affinity_key)
         async with asked as (_, answer):
             return answer
 
-    async def generate_result(
-        self, payload: JsonObject, affinity_key: Hashable | None = None, *, headers: dict[str, str] | None = None
-    ) -> GenerateResult:
+    async def generate_result(self, payload: JsonObject, affinity_key: Hashable | None = None) -> GenerateResult:
         """Like `generate`, with the response validated and parsed."""
-        asked = self._first_reachable(lambda one: one.generate_result(payload, headers=headers), affinity_key)
+        pool, headers = self._route(payload, affinity_key)
+        asked = pool._first_reachable(lambda one: one.generate_result(payload, headers=headers), affinity_key)
         async with asked as (_, result):
             return result
+
+    def _route(
+        self, payload: JsonMapping, affinity_key: Hashable | None, *, is_resumable: bool = False
+    ) -> tuple[EnginePool, dict[str, str] | None]:
+        """Return the pool that serves a request, and headers for it; a pool behind a router may send it there."""
+        return self, None
 
     @contextlib.asynccontextmanager
     async def _first_reachable(
@@ -181,7 +184,6 @@ class EnginePool:
         payload: JsonObject,
         affinity_key: Hashable | None = None,
         *,
-        headers: dict[str, str] | None = None,
         on_ids: Callable[[list[int]], Awaitable[None]] | None = None,
     ) -> tuple[GenerateResult | None, EngineError | None]:
         """(sampled tokens, error that ended the request early); the error is None for a complete response.
@@ -189,15 +191,16 @@ class EnginePool:
         The response is streamed, so the tokens of an engine that dies, or is marked down while it hangs, are kept.
         `on_ids` is called with the ids of each event.
         """
-        await self._wait_for_engine()
-        member, kept = self._pick(affinity_key, []), Growing()
+        pool, headers = self._route(payload, affinity_key, is_resumable=True)
+        await pool._wait_for_engine()
+        member, kept = pool._pick(affinity_key, []), Growing()
         url = member.client.base_url
         cause: EngineError | None = None
         try:
             with member.counting():
                 await _unless_down(member, member.client.stream_generate(kept, payload, headers=headers, on_ids=on_ids))
         except EngineUnreachable as error:
-            self._suspect(member)
+            pool._suspect(member)
             cause = error
         if kept.empty:
             return None, cause or EngineUnreachable(
@@ -389,12 +392,12 @@ class EnginePool:
             pinned = idlest
         self._pinned[key] = pinned
         self._pinned.move_to_end(key)
-        if len(self._pinned) > self._remembered_keys:
+        if len(self._pinned) > _REMEMBERED_KEYS:
             self._pinned.popitem(last=False)
         return pinned
 
     def _suspect(self, member: _Member) -> None:
-        member.suspect_until = asyncio.get_running_loop().time() + self._suspect_s
+        member.suspect_until = asyncio.get_running_loop().time() + _SUSPECT_S
         if self._given_up is not None:
             member.down.set()
 

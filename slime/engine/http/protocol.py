@@ -72,10 +72,6 @@ class GenerateResult:
     id_array: np.ndarray
     log_prob_array: np.ndarray
     finish_type: str
-    weight_version: str | None
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
     meta_info: JsonObject = field(repr=False)
 
     @property
@@ -120,16 +116,11 @@ class GenerateResult:
             except ValueError:
                 raise malformed("whose meta_info.routed_experts is not base64 of int32") from None
         text = answer.get("text", "")
-        version = meta_info.get("weight_version")
         return cls(
             text=text if isinstance(text, str) else "",
             id_array=columns[0],
             log_prob_array=columns[1],
             finish_type=finish_reason["type"],
-            weight_version=None if version is None else str(version),
-            prompt_tokens=_count(meta_info, "prompt_tokens"),
-            completion_tokens=_count(meta_info, "completion_tokens"),
-            cached_tokens=_count(meta_info, "cached_tokens"),
             meta_info=meta_info,
         )
 
@@ -146,9 +137,6 @@ class GenerateResult:
             text=text,
             id_array=np.concatenate([part.id_array for part in parts]),
             log_prob_array=np.concatenate([part.log_prob_array for part in parts]),
-            prompt_tokens=_count(meta_info, "prompt_tokens"),
-            completion_tokens=_count(meta_info, "completion_tokens"),
-            cached_tokens=_count(meta_info, "cached_tokens"),
             meta_info=meta_info,
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,7 @@ from slime.cluster.ports import free_ports, require_free_port
 from slime.cluster.process import ChildProcess
 from slime.config import Config
 from slime.engine.http.blocking import KEY_VARIABLE, NoResponse, ask
-from slime.engine.http.client import EngineClient, GenerateResult
-from slime.engine.http.errors import EngineError
+from slime.engine.http.client import EngineClient
 from slime.engine.http.pool import EnginePool
 from slime.engine.http.router import ROUTING_KEY_HEADER
 from slime.engine.launch import Launch, engine_url
@@ -284,31 +283,12 @@ class RoutedPool(EnginePool):
         """Client of the router."""
         return self._front.clients[0]
 
-    async def generate(
-        self,
-        payload: JsonObject,
-        affinity_key: Hashable | None = None,
-        *,
-        headers: dict[str, str] | None = None,
-    ) -> JsonObject:
-        if self._bypasses_router(payload):
-            return await super().generate(payload, affinity_key, headers=headers)
-        return await self._front.generate(payload, headers=_routing_headers(headers, affinity_key))
-
-    async def generate_result(
-        self,
-        payload: JsonObject,
-        affinity_key: Hashable | None = None,
-        *,
-        headers: dict[str, str] | None = None,
-    ) -> GenerateResult:
-        if self._bypasses_router(payload):
-            return await super().generate_result(payload, affinity_key, headers=headers)
-        return await self._front.generate_result(payload, headers=_routing_headers(headers, affinity_key))
-
-    def _bypasses_router(self, payload: JsonMapping) -> bool:
-        """Return true if the router would drop a part of this request and the engines can serve it directly."""
-        return not self._router_only and not forwards_all_fields(payload)
+    def _route(
+        self, payload: JsonMapping, affinity_key: Hashable | None, *, is_resumable: bool = False
+    ) -> tuple[EnginePool, dict[str, str] | None]:
+        if not self._router_only and (is_resumable or not forwards_all_fields(payload)):
+            return self, None
+        return self._front, _routing_headers(None, affinity_key)
 
     @asynccontextmanager
     async def open(
@@ -324,20 +304,6 @@ class RoutedPool(EnginePool):
             method, call, data=data, headers=_routing_headers(headers, affinity_key)
         ) as response:
             yield response
-
-    async def generate_resumable(
-        self,
-        payload: JsonObject,
-        affinity_key: Hashable | None = None,
-        *,
-        headers: dict[str, str] | None = None,
-        on_ids: Callable[[list[int]], Awaitable[None]] | None = None,
-    ) -> tuple[GenerateResult | None, EngineError | None]:
-        if self._router_only:
-            return await self._front.generate_resumable(
-                payload, headers=_routing_headers(headers, affinity_key), on_ids=on_ids
-            )
-        return await super().generate_resumable(payload, affinity_key, headers=headers, on_ids=on_ids)
 
     async def aclose(self) -> None:
         await self._front.aclose()
