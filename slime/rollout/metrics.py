@@ -52,21 +52,22 @@ def rollout_metrics(
     args: Config, samples: Sequence[Sample], rollout_time: float, repetitions: RepetitionCache | None = None
 ) -> Metrics:
     """Return all metrics of one training rollout: ``rollout/*``, ``perf/*``, and those that ``--log-*`` flags add."""
-    metrics = {f"rollout/{name}": value for name, value in sample_metrics(samples, repetitions).items()}
-    metrics |= {f"rollout/{name}": value for name, value in _reward_metrics(args, _usable(samples)).items()}
+    usable = _usable(samples)
+    common = sample_metrics(samples, repetitions) | _reward_metrics(args, usable)
+    metrics = {f"rollout/{name}": value for name, value in common.items()}
     metrics |= task_metrics(args, samples)
-    metrics |= _flag_metrics(args, [sample for sample in _usable(samples) if sample.reward is not None])
+    metrics |= _flag_metrics(args, [sample for sample in usable if sample.reward is not None])
     if args.log_multi_turn:
-        metrics |= _multi_turn_metrics(args, _usable(samples))
+        metrics |= _multi_turn_metrics(args, usable)
     metrics |= _session_metrics(samples)
     tool_calls = _summed_counters(samples, "tool_calls")  # by outcome, as attempts store them
     if tool_calls:
         metrics["agent/tool_calls"] = float(tool_calls.pop("calls", 0))
         metrics["agent/tool_failures"] = metrics["agent/tool_calls"] - tool_calls["ok"]
         metrics |= {f"agent/tool_{name}": float(value) for name, value in tool_calls.items()}
-    metrics |= _tournament_metrics(samples)
+    for name, cost in _summed_counters(samples, "tournament").items():  # of pairwise judging (examples/mcp_arena)
+        metrics[f"rollout/tournament_{name}"] = float(cost)
     metrics["perf/rollout_time"] = rollout_time
-    usable = _usable(samples)
     if not usable or rollout_time <= 0:
         return metrics
     gpus = args.rollout_num_gpus or 1
@@ -271,12 +272,6 @@ def _summed_counters(samples: Sequence[Sample], key: str) -> Counter[str]:
         if isinstance(noted, Mapping):
             totals.update({name: value for name, value in noted.items() if isinstance(value, int | float)})
     return totals
-
-
-def _tournament_metrics(samples: Sequence[Sample]) -> Metrics:
-    """Return the cost of pairwise judging, which `examples/mcp_arena/tournament` stores once per group."""
-    totals = _summed_counters(samples, "tournament")
-    return {f"rollout/tournament_{name}": float(value) for name, value in totals.items()}
 
 
 _SESSION_TOTALS = (

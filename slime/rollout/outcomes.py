@@ -319,10 +319,9 @@ class DispatchedSample:
         seen: set[int] = set()
         siblings: list[Sample] = []
         for sample in result:
+            self._refuse_taken(sample, who)
             siblings.append(copy.deepcopy(sample) if id(sample) in seen else sample)
             seen.add(id(sample))
-        for sibling in siblings:
-            self._refuse_taken(sibling, who)
         for sibling in siblings:
             self.claim(sibling, who)
         return siblings

@@ -123,10 +123,14 @@ class RolloutRuntime:
         self._router_url, self._router_only = router_url, router_only
         self._key = engine_key(config) if api_key is None else api_key
         self._is_open = is_open or self._key is None
-        self._model_urls = dict(model_urls or {})
-        self._pool = self._make_pool(engine_urls)
-        if self._pool is not None:
-            self._pool.when_changed.append(self._engines_changed)
+        timeout_s = config.engine_request_timeout
+        self._pool: EnginePool | None = None
+        if engine_urls and router_url is not None:
+            self._pool = RoutedPool(
+                engine_urls, router_url, router_only=router_only, timeout_s=timeout_s, api_key=self._key
+            )
+        elif engine_urls:
+            self._pool = EnginePool(engine_urls, timeout_s=timeout_s, api_key=self._key)
         self.frozen_pools: dict[str, EnginePool] = {}
         """Engines of the frozen models, by name."""
         self._routers: list[Router] = []
@@ -135,7 +139,7 @@ class RolloutRuntime:
         self._owned: dict[str, tuple[Any, Callable[[Any], Awaitable[None]] | None]] = {}
         self._model = _ModelFolder(config)
         try:
-            addresses = self._router_addresses()
+            addresses = {} if self._pool is None else self._router_addresses(self._pool, model_urls or {})
         except BaseException:
             self.loop_thread.close()
             raise
@@ -143,6 +147,8 @@ class RolloutRuntime:
         set_plugin_args(self.args, carried=self.args.carried, **addresses)
         self.plugin_args: Any = plugin_args(self.args)
         self.semaphore = ConcurrencyLimit(self._seats())
+        if self._pool is not None:
+            self._pool.when_changed.append(lambda state, url: self.semaphore.resize(self._seats()))
         self.state = GenerateState(
             self.args,
             dispatch=lambda group, params: dispatch(self, group, params),
@@ -180,10 +186,6 @@ class RolloutRuntime:
 
     def _seats(self) -> int:
         return self.config.sglang_server_concurrency * max(1, len(self.engine_urls))
-
-    def _engines_changed(self, state: str, url: str) -> None:
-        if state in ("added", "removed"):
-            self.semaphore.resize(self._seats())
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -310,16 +312,6 @@ class RolloutRuntime:
     ) -> None:
         self.close()
 
-    def _make_pool(self, urls: Sequence[str]) -> EnginePool | None:
-        if not urls:
-            return None
-        if self._router_url is not None:
-            timeout_s = self.config.engine_request_timeout
-            return RoutedPool(
-                urls, self._router_url, router_only=self._router_only, timeout_s=timeout_s, api_key=self._key
-            )
-        return EnginePool(urls, timeout_s=self.config.engine_request_timeout, api_key=self._key)
-
     async def _aclose(self) -> None:
         if self.state.continuous is not None:
             await _close_with_timeout("generation", self.state.continuous.aclose())
@@ -338,13 +330,11 @@ class RolloutRuntime:
             await _close_with_timeout("connections to the engines", self._pool.aclose())
         self.threads.close()
 
-    def _router_addresses(self) -> JsonObject:
-        if self._pool is None:
-            return {}
-        host, port = self._address([self._router_url] if self._router_url else self.engine_urls, self._pool)
+    def _router_addresses(self, trained: EnginePool, model_urls: Mapping[str, Sequence[str]]) -> JsonObject:
+        host, port = self._address([self._router_url] if self._router_url else trained.urls, trained)
         models: dict[str, tuple[str, int]] = {}
-        for name, urls in self._model_urls.items():
-            if name == next(iter(self._model_urls)):
+        for name, urls in model_urls.items():
+            if not models:
                 models[name] = (host, port)  # the model that is trained
             else:
                 pool = EnginePool(urls, timeout_s=self.config.engine_request_timeout, api_key=self._key)
