@@ -64,25 +64,18 @@ async def request_completion(
     streamed: if the stream breaks, the answer counts as aborted and can be continued elsewhere. If it has no tokens,
     the request is sent again.
     """
-    streams = fault_tolerant or on_ids is not None
-    error: EngineError | None = None
-    for attempt in range(FAULTY_RETRIES if fault_tolerant else TRANSIENT_RETRIES + 1):
+    attempts = FAULTY_RETRIES if fault_tolerant else TRANSIENT_RETRIES + 1
+    for attempt in range(attempts):
         if attempt:
             await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (attempt - (not fault_tolerant)), MAX_BACKOFF_S))
-        result: GenerateResult | None
         try:
-            if streams:
-                result, error = await pool.generate_resumable(payload, affinity_key, on_ids=on_ids)
-            else:
-                result, error = await pool.generate_result(payload, affinity_key), None
-        except EngineError as raised:
-            if not raised.transient:
+            if fault_tolerant or on_ids is not None:
+                return await pool.generate_resumable(payload, affinity_key, on_ids=on_ids)
+            return await pool.generate_result(payload, affinity_key)
+        except EngineError as error:
+            if not error.transient or attempt == attempts - 1:
                 raise
-            result, error = None, raised
-        if result is not None and (error is None or len(result.id_array)):
-            return result
-    assert error is not None
-    raise error
+    raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 async def complete(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ from slime.engine.elastic.registration import MARKER_FILE, RegistrationServer, s
 from slime.engine.fleet.processes import EngineFleet
 from slime.engine.fleet.supervisor import HealthCheckSettings
 from slime.engine.http.client import EngineClient
+from slime.engine.http.errors import EngineUnreachable
 from slime.engine.http.pool import EnginePool
 from slime.rollout.event_loop import LoopThread
 from slime.weights.folder import FolderPublisher, VersionFolders
@@ -130,10 +132,12 @@ async def complete(pool: EnginePool, number: int) -> tuple[list[int], int]:
     cuts = 0
     while len(tokens) < TOKENS:
         request = payload(number, [5 + number % 50, 7, 9, *tokens], TOKENS - len(tokens))
-        result, error = await pool.generate_resumable(request, number)
-        if result is not None:
+        is_cut = True
+        with contextlib.suppress(EngineUnreachable):
+            result = await pool.generate_resumable(request, number)
             tokens += result.token_ids
-        cuts += error is not None or (result is not None and result.finish_type == "abort")
+            is_cut = result.finish_type == "abort"
+        cuts += is_cut
     return tokens, cuts
 
 

@@ -185,16 +185,15 @@ class EnginePool:
         affinity_key: Hashable | None = None,
         *,
         on_ids: Callable[[list[int]], Awaitable[None]] | None = None,
-    ) -> tuple[GenerateResult | None, EngineError | None]:
-        """(sampled tokens, error that ended the request early); the error is None for a complete response.
+    ) -> GenerateResult:
+        """Like `generate_result`, with the response streamed, so that the tokens of an engine that dies, or is marked
+        down while it hangs, are kept: such a response counts as aborted. Without tokens the error is raised.
 
-        The response is streamed, so the tokens of an engine that dies, or is marked down while it hangs, are kept.
         `on_ids` is called with the ids of each event.
         """
         pool, headers = self._route(payload, affinity_key, is_resumable=True)
         await pool._wait_for_engine()
         member, kept = pool._pick(affinity_key, []), Growing()
-        url = member.client.base_url
         cause: EngineError | None = None
         try:
             with member.counting():
@@ -203,10 +202,12 @@ class EnginePool:
             pool._suspect(member)
             cause = error
         if kept.empty:
-            return None, cause or EngineUnreachable(
-                url, "/generate", "ended its stream without a response", accepted=True
-            )
-        return await member.client.streamed_result(kept, cause), cause
+            reason = "ended its stream without a response"
+            raise cause or EngineUnreachable(member.client.base_url, "/generate", reason, accepted=True)
+        result = await member.client.streamed_result(kept, cause)
+        if cause is not None and not len(result.id_array):
+            raise cause
+        return result
 
     # membership
 
