@@ -27,53 +27,42 @@ if TYPE_CHECKING:
 def as_generate(function: Callable[..., object], tokenizer: GetTokenizer) -> Callable[..., object]:
     """Return a generate function of one sample.
 
+    A function of `(args, samples)` is called with one sample at a time. It returns the samples, or None if it only
+    changed the given one, and gets `sampling_params` and `evaluation` by name if it has these parameters.
     `tokenizer()` is called only if a sample comes back without tokens.
     """
     if not takes_samples(function):
         return function
-    made = ListGenerate(function, tokenizer)
-    return made.awaited if is_async(function) else made
+    named = set(inspect.signature(function).parameters)
 
-
-class ListGenerate:
-    """Calls a generate function of `(args, samples)` with one sample at a time.
-
-    The function returns the samples, or None if it only changed the given one. It gets `sampling_params` and
-    `evaluation` by name if it has these parameters.
-    """
-
-    def __init__(self, function: Callable[..., object], tokenizer: GetTokenizer) -> None:
-        self._function = function
-        self._tokenizer = tokenizer
-        self._named = set(inspect.signature(function).parameters)
-
-    def __call__(
-        self, args: argparse.Namespace, sample: Sample, sampling_params: JsonObject, evaluation: bool = False
-    ) -> object:
-        result = self._call(args, sample, sampling_params, evaluation)
-        return self._awaited(result, sample) if inspect.isawaitable(result) else self._made(result, sample)
-
-    async def awaited(
-        self, args: argparse.Namespace, sample: Sample, sampling_params: JsonObject, evaluation: bool = False
-    ) -> object:
-        """Call an async function with one sample."""
-        return await self._awaited(self._call(args, sample, sampling_params, evaluation), sample)
-
-    def _call(self, args: argparse.Namespace, sample: Sample, sampling_params: JsonObject, evaluation: bool) -> Any:
+    def call(args: object, sample: Sample, sampling_params: JsonObject, evaluation: bool) -> Any:
         offered = {"sampling_params": sampling_params, "evaluation": evaluation}
-        return self._function(args, [sample], **{k: v for k, v in offered.items() if k in self._named})
+        return function(args, [sample], **{k: v for k, v in offered.items() if k in named})
 
-    async def _awaited(self, result: Awaitable[object], sample: Sample) -> object:
-        return self._made(await result, sample)
-
-    def _made(self, result: object, sample: Sample) -> object:
+    def made(result: object, sample: Sample) -> object:
         if result is None:
             result = [sample]
         if not isinstance(result, list) or not all(isinstance(item, Sample) for item in result):
             return result  # the caller raises the error
         for item in result:
-            add_missing_tokens(item, self._tokenizer)
+            add_missing_tokens(item, tokenizer)
         return result[0] if len(result) == 1 else result
+
+    async def made_later(result: Awaitable[object], sample: Sample) -> object:
+        return made(await result, sample)
+
+    async def call_async(
+        args: argparse.Namespace, sample: Sample, sampling_params: JsonObject, evaluation: bool = False
+    ) -> object:
+        return made(await call(args, sample, sampling_params, evaluation), sample)
+
+    def call_plain(
+        args: argparse.Namespace, sample: Sample, sampling_params: JsonObject, evaluation: bool = False
+    ) -> object:
+        result = call(args, sample, sampling_params, evaluation)
+        return made_later(result, sample) if inspect.isawaitable(result) else made(result, sample)
+
+    return call_async if is_async(function) else call_plain
 
 
 def add_missing_tokens(sample: Sample, tokenizer: GetTokenizer) -> None:
@@ -93,26 +82,21 @@ def add_missing_tokens(sample: Sample, tokenizer: GetTokenizer) -> None:
 
 
 def as_reward(found: Callable[..., Any], flags: Any, args: Any, what: str) -> Callable[..., Any]:
-    """Return a reward function; a class is instantiated here, once."""
+    """Return a reward function; a class is instantiated here, once.
+
+    Its `compute_reward(prompts, responses)` gets `labels` and `samples` if it has these parameters. Calls run one at a
+    time, because the object may hold a model.
+    """
     if not isinstance(found, type):
         return found
-    return ComputeReward(found(**constructor_values(found, flags, args, what)).compute_reward)
+    method = found(**constructor_values(found, flags, args, what)).compute_reward
+    named, lock = set(inspect.signature(method).parameters), threading.Lock()
 
-
-class ComputeReward:
-    """Calls `compute_reward(prompts, responses)` on samples; passes `labels` and `samples` if it has these parameters.
-
-    Plain methods run one at a time, because the object of the method may hold a model.
-    """
-
-    def __init__(self, method: Callable[..., object]) -> None:
-        self._method = method
-        self._named = set(inspect.signature(method).parameters)
-        self._lock = threading.Lock()
-
-    def __call__(self, args: argparse.Namespace, samples: Sequence[Sample]) -> object:
+    def compute(args: argparse.Namespace, samples: Sequence[Sample]) -> object:
         prompts = [sample.prompt for sample in samples]
         responses = [sample.response for sample in samples]
         offered = {"labels": [sample.label for sample in samples], "samples": list(samples)}
-        with self._lock:
-            return self._method(prompts, responses, **{k: v for k, v in offered.items() if k in self._named})
+        with lock:
+            return method(prompts, responses, **{k: v for k, v in offered.items() if k in named})
+
+    return compute

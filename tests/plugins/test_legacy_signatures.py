@@ -72,7 +72,7 @@ class CustomRewardModel:
     def compute_reward(self, prompts, responses):
         inputs = self.tokenize(prompts, responses)
         scores = self.model(inputs)
-        return scores.tolist()
+        return [score + 10 * (self.made - 1) for score in scores.tolist()]
 """
 SOURCES = """
 from slime.utils.types import Sample
@@ -167,7 +167,6 @@ def test_reward_class_is_built_once_and_called_with_lists(write):
     samples = [Sample(prompt="p", response="x" * n) for n in range(3)]
     assert asyncio.run(hub.score_group(samples)) == [5.0, 6.0, 7.0]
     assert asyncio.run(hub.score(samples[2])) == 7.0
-    assert hub._function(config.custom_rm_path)._method.__self__.made == 1
 
 
 CLASS_FORMS = """
