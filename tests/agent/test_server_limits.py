@@ -27,6 +27,7 @@ from slime.agent.server.settings import LiveSettings, Opening
 from slime.agent.session.limits import PromptExceedsContext
 from slime.agent.session.session import SampledTurn, Session, StaleRendering
 from slime.agent.session.template import ChatModel
+from slime.agent.session.tree import decide
 from slime.cluster.http_server import ClientLogLimit, Connections, bind_sockets
 from slime.engine.http.pool import EnginePool
 from tests.agent.byte_template import END, ByteTemplate
@@ -316,13 +317,13 @@ def test_rejects_a_rendering_made_before_a_recorded_turn() -> None:
     said = Message("assistant", "b", reference="r")
     follow = TurnRequest((*first.messages, said, Message("user", "c")))
     prompt = session.prepare(first)
-    early = session.render(session.place(follow), follow)  # the turn that it continues is not recorded yet
+    early = session.render(decide(session.tree, follow), follow)  # the turn that it continues is not recorded yet
     turn = session.record(prompt, SampledTurn(ids=[*b"b", END], log_probs=[-1.0, -1.0], finish_reason="stop",
                                               meta_info={}, message=said))  # type: ignore[arg-type]  # fmt: skip
     follow = TurnRequest((*first.messages, Message("assistant", "b", reference=turn.id), Message("user", "c")))
     with pytest.raises(StaleRendering):
         session.prepare(follow, early)
-    late = session.render(session.place(follow), follow)
+    late = session.render(decide(session.tree, follow), follow)
     ids = session.prepare(follow, late).ids
     assert ids.tolist() == [*prompt.ids.tolist(), *turn.ids.tolist(), *late.ids.tolist()]
 

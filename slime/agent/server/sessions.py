@@ -22,7 +22,7 @@ from slime.agent.session.limits import Limits
 from slime.agent.session.session import Prompt, RenderedMessages, Session, StaleRendering
 from slime.agent.session.special_tokens import iter_texts
 from slime.agent.session.template import ChatModel
-from slime.agent.session.tree import Decision, Turn
+from slime.agent.session.tree import Decision, Turn, decide
 from slime.agent.session.turn import EngineSampler, OnEvent, ParserFactory, RecordedTurn, take_turn
 from slime.agent.session.turn_journal import Attempt, TurnJournal
 from slime.engine.http.pool import EnginePool
@@ -105,7 +105,7 @@ class OpenSession:
         while True:
             if self.ended.done():
                 raise self.ended.result().again()
-            decision = self.session.place(request)
+            decision = decide(self.session.tree, request)
             rendered = None
             if decision.context is None:
                 characters = sum(map(len, iter_texts(request.tools))) if decision.turn is None else 0

@@ -122,12 +122,11 @@ class Session:
     _in_flight: int = field(default=0, init=False)
     _differing_in_prompts: int = field(default=0, init=False)
 
-    def place(self, request: TurnRequest) -> Decision:
-        """Return the current place of the request in the tree, for `render`."""
-        return decide(self.tree, request)
-
     def render(self, decision: Decision, request: TurnRequest) -> RenderedMessages:
-        """Render the new messages to ids. It reads only immutable state, so another thread may call it."""
+        """Render the new messages of a request to ids; `decision` is its place in the tree (`decide`).
+
+        It reads only immutable state, so another thread may call it.
+        """
         template, last = self._template(), decision.turn
         if last is None:
             ids = template.prompt(decision.new, request.tools)
@@ -192,7 +191,18 @@ class Session:
 
     def record(self, prompt: Prompt, turn: SampledTurn) -> Turn:
         """Add a turn that was sampled after `prompt` to the tree."""
-        ids, log_probs = _checked(turn)
+        ids, log_probs = np.asarray(turn.ids), np.array(turn.log_probs, dtype=np.float32)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu") or ids.shape != log_probs.shape:
+            raise ValueError(
+                f"a turn needs ids and equally many log-probs, not {ids.dtype}{ids.shape} and {log_probs.shape}"
+            )
+        if ids.size and (ids.min() < 0 or ids.max() > np.iinfo(np.int32).max):
+            raise ValueError(f"token ids must be between 0 and 2**31 - 1, not {ids.min()} and {ids.max()}")
+        if not np.isfinite(log_probs).all():
+            raise ValueError("the log-probs of a turn must be finite")
+        ids = ids.astype(np.int32)
+        for column in (ids, log_probs):
+            column.flags.writeable = False
         kept = Turn(
             id=prompt.turn_id,
             number=len(self.tree.turns),
@@ -335,20 +345,3 @@ class Session:
     def _ended(self, prompt: Prompt) -> None:
         self.tree.end(prompt.node)
         self._in_flight -= 1
-
-
-def _checked(turn: SampledTurn) -> tuple[np.ndarray, np.ndarray]:
-    """Validate the ids and log-probs of a turn and return them as read-only copies of equal length."""
-    ids, log_probs = np.asarray(turn.ids), np.array(turn.log_probs, dtype=np.float32)
-    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu") or ids.shape != log_probs.shape:
-        raise ValueError(
-            f"a turn needs ids and equally many log-probs, not {ids.dtype}{ids.shape} and {log_probs.shape}"
-        )
-    if ids.size and (ids.min() < 0 or ids.max() > np.iinfo(np.int32).max):
-        raise ValueError(f"token ids must be between 0 and 2**31 - 1, not {ids.min()} and {ids.max()}")
-    if not np.isfinite(log_probs).all():
-        raise ValueError("the log-probs of a turn must be finite")
-    kept = ids.astype(np.int32)
-    for column in (kept, log_probs):
-        column.flags.writeable = False
-    return kept, log_probs

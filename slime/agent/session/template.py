@@ -18,7 +18,7 @@ import logging
 import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
@@ -68,15 +68,6 @@ _REQUIRED_PROPERTY = {
 """The property of a shape that an addition needs to be rendered without conversion."""
 
 
-@dataclass(frozen=True)
-class _Continuation:
-    """The text after a turn: `cut` is the token that ends the turn, if the template writes one, and `rest` follows."""
-
-    cut: str
-    rest: str
-    marks: str | None
-
-
 class ChatTemplate:
     """A tokenizer's chat template, probed once; `refusal` is the reason if its turns cannot be continued."""
 
@@ -110,11 +101,11 @@ class ChatTemplate:
         template's token for the end of the turn is appended unless the sampled token replaces it. Any token that closes
         turns replaces it, but a token that begins the next message is replaced only by itself.
         """
-        delta = self._delta(last, new, tools)
-        ids = self._special.encode(delta.cut + delta.rest, delta.marks)
-        if delta.cut:
-            if delta.cut in self.ending.openings:
-                is_ended = ended_with == self._special.ids[delta.cut]
+        cut, rest, marks = self._delta(last, new, tools)
+        ids = self._special.encode(cut + rest, marks)
+        if cut:
+            if cut in self.ending.openings:
+                is_ended = ended_with == self._special.ids[cut]
             else:
                 is_ended = ended_with in {self._special.ids[token] for token in self.ending.cuts} - self._opening_ids
             if is_ended:
@@ -128,7 +119,10 @@ class ChatTemplate:
         tail = [int(id_) for id_ in prompt_ids[-_TAIL:]]
         return _OPENED.search(self._tokenizer.decode(tail, skip_special_tokens=False)) is not None
 
-    def _delta(self, last: Message, new: Sequence[Message], tools: Sequence[JsonMapping]) -> _Continuation:
+    def _delta(
+        self, last: Message, new: Sequence[Message], tools: Sequence[JsonMapping]
+    ) -> tuple[str, str, str | None]:
+        """Return the token that ends the turn `last`, if the template writes one, the text after it, and the marks."""
         made = last.tool_calls if self.ending.way is not TurnEndStyle.BARE else ()
         calls = tuple(ToolCall(call.id, call.name, f'{{"mark": "{self._mark}"}}') for call in made)
         content = "" if calls and self.shape.calls else self._mark  # some templates render it after the results
@@ -139,10 +133,10 @@ class ChatTemplate:
             raise TemplateRefused("the model's chat template does not render the text of assistant messages")
         at += len(self._mark)
         if self.ending.way is TurnEndStyle.BARE:
-            return _Continuation("", text[at:], marks)
+            return "", text[at:], marks
         if (found := self._cuts.search(text, at)) is None:
             raise TemplateRefused("the model's chat template does not end an assistant turn with a token")
-        return _Continuation(found["turn"] or found["call"], text[found.end() :], marks)
+        return found["turn"] or found["call"], text[found.end() :], marks
 
     def _cut_pattern(self) -> re.Pattern[str]:
         """Compile a pattern for the token that ends a turn, also after a call's end and other control tokens."""
@@ -206,7 +200,7 @@ class ChatTemplate:
         """Return whether all words of an addition (a key of `ADDITIONS`) are rendered once, in order, after a turn."""
         last, new, words = ADDITIONS[kind]
         try:
-            return in_order(self._delta(last, new, [_STAND_IN_TOOL]).rest, words)
+            return in_order(self._delta(last, new, [_STAND_IN_TOOL])[1], words)
         except TemplateRefused:
             return False
 
