@@ -226,7 +226,7 @@ class Sessions:
         return Intake(context, self.workers, limits=replace(limits, requests=requests), whose=whose)
 
     def check_length(self, request: TurnRequest, context: int | None) -> None:
-        """Raise `PromptTooLong` if a prompt certainly exceeds the context, before all of it is tokenized."""
+        """Raise `PromptExceedsContext` if a prompt certainly exceeds the context, before all of it is tokenized."""
         if context is not None:
             self._model.check_length(request, context)
 

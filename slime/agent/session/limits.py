@@ -1,8 +1,9 @@
 """Limits and counters of a session, and the errors that are raised when it refuses a turn.
 
 Invariants: every refusal has its own exception type and a message of one sentence; the endpoints choose their answer to
-the client by the type. `turns == extended + forked` (`Counters`). A fork adds one leaf, so a session of `n > 0` turns
-has `1 + forked` leaves. `trained_tokens` are the sampled tokens of recorded turns, without those that the gate masked.
+the client by the type. `turns == extended + forked` (`SessionCounters`). A fork adds one leaf, so a session of `n > 0`
+turns has `1 + forked` leaves. `trained_tokens` are the sampled tokens of recorded turns, without those that the gate
+masked.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ class Limits:
     def new_tokens(self, prompt: int, sampled: int, asked: int | None) -> int | None:
         """Return the most tokens that a turn after `prompt` tokens may have, None if unlimited.
 
-        Raises `PromptTooLong` if the prompt leaves no room in the context.
+        Raises `PromptExceedsContext` if the prompt leaves no room in the context.
         """
         if self.max_context is not None and prompt >= self.max_context:
             raise PromptExceedsContext(prompt, self.max_context - 1)

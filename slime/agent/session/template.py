@@ -246,7 +246,7 @@ class ChatModel:
         return partial(self._parser, template)
 
     def check_length(self, request: TurnRequest, context: int) -> None:
-        """Raise `PromptTooLong` if a request has more tokens than the context; stop as soon as that is certain.
+        """Raise `PromptExceedsContext` if a request has more tokens than the context; stop as soon as that is certain.
 
         Only a request with many more characters than usual prompts of this length is checked. Its pieces are tokenized
         separately, which adds a few tokens at each border (`_BORDER_TOKENS`).
