@@ -1,4 +1,4 @@
-"""Interface between training and its backends, with the types that both sides use.
+"""The base of the training backends, and the types that training and its backends use.
 
 Invariant: gradients of all micro-batches and all ranks are summed, not averaged, so the loss that a step adds up is the
 loss that is minimised: every token comes with its final weight, and a backend that divides multiplies back. An
@@ -8,27 +8,31 @@ call each method together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Generic, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from slime.config import Config
 from slime.config.initial_weights import InitialWeights
+from slime.errors import UserError
 from slime.models.peft_adapter import AdapterConfig
 from slime.storage.json_types import JsonObject
+from slime.train.backends.frozen import FrozenSets, Model, ResidentTensors, ShardedModel
 from slime.train.backends.hf_buckets import HfBucket, HfTensor, PreviousExport
-from slime.train.checkpoints.rank_files import SavedPart
+from slime.train.checkpoints.rank_files import MODEL, OPTIMIZER, SavedPart
 from slime.train.checkpoints.reader import SavedTensors
 from slime.train.lr_schedule import Rates
 from slime.train.samples.micro_batch import MicroBatch
 from slime.train.timers import RankProgress
-from slime.train.topology import Topology
+from slime.train.topology import Ranks, Topology
 
 NamedTensor = tuple[str, Tensor]
 POLICY = "policy"
@@ -102,32 +106,54 @@ OPTIMIZER_STATE = "optimizer"
 """Kind of the resident tensors that only an update reads and writes."""
 
 
-@dataclass(frozen=True)
-class ResidentTensors:
-    """Tensors of one kind that stay on the device between two passes."""
+def choose_trainable(parameters: Mapping[str, nn.Parameter], config: Config, world: Ranks, *, known: str) -> None:
+    """Freeze parameters by regular expressions over their names; raises UserError if none of any rank is left to train.
 
-    kind: str
-    tensors: Sequence[Tensor]
-    version: int | None = None
-    """Changes when the tensors' values change; None: every update changes them."""
-    is_zero: bool = False
-    """True if they contain only zeros between two passes, such as gradients that are kept in one buffer."""
+    `known` describes the names to the user.
+    """
+    freeze, only_train = config.freeze_params_name_list, config.only_train_params_name_list
+    if freeze and only_train:
+        raise UserError("--freeze-params-name-list and --only-train-params-name-list exclude each other: give one")
+    trained = 0
+    for name, parameter in parameters.items():
+        is_named = any(re.search(pattern, name) for pattern in only_train or freeze or ())
+        parameter.requires_grad_(is_named if only_train else not is_named)
+        trained += parameter.requires_grad
+    if not world.sum(torch.tensor([trained], device=world.device)).item():
+        flag = "--only-train-params-name-list" if only_train else "--freeze-params-name-list"
+        raise UserError(f"{flag} leaves no parameter to train: check the patterns against {known}")
 
 
-class TrainBackend(Protocol):
+class TrainBackend(ABC, Generic[Model]):
     """One model that is trained, its optimizer, and the frozen sets of weights it is compared with."""
 
-    topology: Topology
-    progress: RankProgress
-    model_config: PretrainedConfig
-    adapter: TrainedAdapter | None
+    adapter: TrainedAdapter | None = None
     """The LoRA adapter; None if the weights themselves are trained."""
+
+    def __init__(
+        self,
+        config: Config,
+        topology: Topology,
+        progress: RankProgress,
+        model_config: PretrainedConfig,
+        policy: ShardedModel[Model],
+        frozen: FrozenSets[Model],
+    ) -> None:
+        self.topology = topology
+        self.progress = progress
+        self.model_config = model_config
+        self.frozen = frozen
+        self._policy = policy
+        self._active = policy
+        self._averages = config.ref_update_decay > 0
+        self._before_update: Callable[[], None] = lambda: None
 
     # passes
 
     def begin_step(self, rollout_id: int, step_id: int, rates: Rates) -> None:
         """Prepare for the passes of an optimizer step; `step_id` counts the steps of the rollout."""
 
+    @abstractmethod
     def forward_backward(
         self,
         micro_batches: Sequence[MicroBatch],
@@ -138,6 +164,7 @@ class TrainBackend(Protocol):
     ) -> StepTotals:
         """Add the gradients of the objective's losses to the present ones. Routers follow the batches' `routing`."""
 
+    @abstractmethod
     def forward(
         self,
         micro_batches: Sequence[MicroBatch],
@@ -153,48 +180,85 @@ class TrainBackend(Protocol):
 
     # updates
 
+    @property
+    @abstractmethod
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's groups, with factors of the rates: `lr_mult` and `wd_mult`."""
+
+    @abstractmethod
     def clip_gradients(self) -> Tensor:
         """Clip the gradients and return their global norm before clipping, as a scalar tensor on the device."""
 
     def update(self, rates: Rates) -> None:
         """Apply the optimizer and drop the gradients."""
+        self._before_update()
+        for group in self.param_groups:
+            group["lr"] = rates.learning_rate * group["lr_mult"]
+            group["weight_decay"] = rates.weight_decay * group["wd_mult"]
+        self._apply_optimizer()
+        self.drop_gradients()
 
+    @abstractmethod
+    def _apply_optimizer(self) -> None:
+        """Update the weights with the present gradients."""
+
+    @abstractmethod
     def drop_gradients(self) -> None:
         """Discard the gradients accumulated since the last update."""
 
     def reset_optimizer_state(self) -> None:
         """Reset the optimizer's state, as before the first update."""
+        self._before_update()
+        self._forget_optimizer_state()
+
+    @abstractmethod
+    def _forget_optimizer_state(self) -> None: ...
 
     # device memory
 
+    @abstractmethod
     def resident(self) -> Iterator[ResidentTensors]:
         """Yield the tensors that stay on the device between two passes; frees weights that were gathered for a pass."""
 
     def register_update_hook(self, call: Callable[[], None]) -> None:
         """Register `call` to run each time before the optimizer's state is used."""
+        self._before_update = call
 
     # frozen sets
 
     def load_frozen(self, name: str, source: InitialWeights) -> None:
         """Load a set from a folder, in the compute dtype; its shape may differ from the policy's."""
+        self.frozen.load(name, source)
 
     def snapshot(self, name: str, *, decay: float = 0.0, on_host: bool = False) -> None:
         """Make or overwrite a set: `decay * set + (1 - decay) * policy`, with the policy's present weights."""
+        self.frozen.snapshot(name, decay=decay, on_host=on_host)
 
     def forget(self, name: str) -> None:
         """Drop a set."""
+        self.frozen.forget(name)
 
     def has(self, name: str) -> bool:
         """Return True if there is a set of this name."""
+        return name in self.frozen
 
-    def using(self, name: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def using(self, name: str) -> Iterator[None]:
         """Run passes inside the context with this set; gradients are only ever those of the policy."""
+        before = self._active
+        with nullcontext(self._policy) if name == POLICY else self.frozen.using(name) as self._active:
+            try:
+                yield
+            finally:
+                self._active = before
 
     # contents of a checkpoint: all weights, or only the trained ones with LoRA
 
+    @abstractmethod
     def full_parameters(self, weights: str = POLICY) -> Iterator[NamedTensor]:
         """Yield whole parameters under the module's names, each tied weight once; all ranks iterate together."""
 
+    @abstractmethod
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         """Whole shapes of the tensors that `full_parameters` yields."""
 
@@ -203,18 +267,31 @@ class TrainBackend(Protocol):
 
         They are the live tensors, which later training changes; the parts of all ranks cover everything once.
         """
+        for kind in kinds:
+            yield from self._parts_to_write(kind)
+
+    @abstractmethod
+    def _parts_to_write(self, kind: str) -> Iterator[SavedPart]: ...
 
     def load_parts(self, kind: str, saved: SavedTensors) -> None:
         """Overwrite this rank's parts of one kind, from any saved layout; reads only these parts."""
+        is_own = kind in (MODEL, OPTIMIZER)
+        with nullcontext() if is_own else self.frozen.reading(kind, saved.names, averages=self._averages):
+            self._read_parts(kind, saved)
+
+    @abstractmethod
+    def _read_parts(self, kind: str, saved: SavedTensors) -> None: ...
 
     # export: the weights as in a Hugging Face folder, floating ones in `dtype`, with the LoRA adapter merged if there
     # is one; and the adapter alone
 
+    @abstractmethod
     def hf_plan(
         self, dtype: torch.dtype, max_bytes: int, *, owners: Sequence[int] | None = None
     ) -> list[tuple[HfTensor, ...]]:
         """Layouts of the buckets that `hf_buckets` will yield; equal on all ranks, and computed without gathering."""
 
+    @abstractmethod
     def hf_buckets(
         self,
         dtype: torch.dtype,
@@ -232,6 +309,7 @@ class TrainBackend(Protocol):
 
     def full_adapter(self) -> Iterator[NamedTensor]:
         """Yield the adapter's whole matrices under PEFT's names, if there is one; all ranks iterate together."""
+        return iter(())
 
 
 class Builder(Protocol):

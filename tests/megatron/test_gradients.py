@@ -68,8 +68,8 @@ def differences(folder: Path, gradients: Path, layout: Layout) -> dict[str, floa
 
     from slime.config import Config
     from slime.models.families.family import family_of
+    from slime.train.backends.megatron.backend import wrap_with_ddp
     from slime.train.backends.megatron.config import ddp_config
-    from slime.train.backends.megatron.optimizer import wrap_with_ddp
     from slime.train.backends.megatron.weights import global_names
     from tests.megatron.small import own_slices
 

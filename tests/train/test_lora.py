@@ -92,7 +92,7 @@ def test_reference_log_probs_use_the_base_without_a_copy(model_folder: Folder, t
     samples = make_samples(3, 3)
     kl = {"use_kl_loss": True, "kl_loss_coef": 0.1}
     run = lora_run(model_folder("qwen3"), tmp_path / "run", **kl)
-    assert run.trainer.actor.backend._frozen._resident == {}
+    assert run.trainer.actor.backend.frozen._resident == {}
     alone = InProcess(config_for(model_folder("qwen3"), tmp_path / "alone", **kl))
     found = [one.train(0, samples) for one in (run, alone)]
     found[0] = run.train(1, samples)
@@ -111,7 +111,7 @@ def test_separate_reference_is_loaded_when_load_differs(model_folder: Folder, tm
     start = lora_run(
         model_folder("qwen3"), tmp_path / "a", use_kl_loss=True, kl_loss_coef=0.1, load=str(tmp_path / "other")
     )
-    assert list(start.trainer.actor.backend._frozen._resident) == ["ref"]
+    assert list(start.trainer.actor.backend.frozen._resident) == ["ref"]
     answer = start.train(0, make_samples(3, 3))
     assert abs(answer["metrics"][0]["train/kl_loss"]) > 1e-4
 
@@ -125,8 +125,8 @@ def test_moving_reference_and_old_actor_are_stored_as_adapters(model_folder: Fol
     before = run.weights
     second = run.train(1, make_samples(3, 3, seed=1))
     assert abs(second["metrics"][0]["train/kl_loss"]) < 1e-8  # the reference was updated to the policy
-    assert backend._frozen._resident == {}
-    assert backend._frozen._stage is None
+    assert backend.frozen._resident == {}
+    assert backend.frozen._stage is None
     backend.snapshot("kept", on_host=True)
     now = run.weights
     with backend.using("old_actor"):

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from slime.train.backends.fsdp import optimizer as streamed_adam
-from slime.train.backends.fsdp.optimizer import DECAY_KEY, MOMENTS, StreamedAdam, rounded
+from slime.train.backends.fsdp.optimizer import MOMENTS, StreamedAdam, rounded
 from tests.tiny_models import make_model_folder
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
@@ -75,7 +75,7 @@ def test_bfloat16_moments_stay_close_and_resume_exactly(folder: Path, tmp_path: 
 def adam(parameter: torch.nn.Parameter, **changes: Any) -> StreamedAdam:
     options: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.999), "eps": 1e-8, "on_host": False}
     options |= {"dtypes": (torch.bfloat16, torch.bfloat16)} | changes
-    return StreamedAdam([{"params": [parameter], "weight_decay": 0.01, DECAY_KEY: True}], **options)
+    return StreamedAdam([{"params": [parameter], "weight_decay": 0.01}], **options)
 
 
 def test_stochastic_rounding_accumulates_small_changes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,18 +11,31 @@ from torch import nn
 
 from slime.config import Config, derive
 from slime.errors import UserError
-from slime.train.backends.fsdp.optimizer import choose_trainable, make_optimizer, set_rates
-from slime.train.lr_schedule import Rates
+from slime.train.backend import choose_trainable
+from slime.train.backends.fsdp.optimizer import make_optimizer
+from slime.train.topology import Ranks
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
 
 
+def choose(module: nn.Module, **patterns: list[str] | None) -> list[str]:
+    """Choose what is trained on one rank, and return the names."""
+    config = Config(**patterns)  # type: ignore[arg-type]
+    choose_trainable(dict(module.named_parameters()), config, Ranks(0, 1, torch.device("cpu")), known="its names")
+    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+
+
 def test_freezes_parameters_by_pattern() -> None:
     module = nn.ModuleDict({"first": nn.Linear(2, 2), "second": nn.Linear(2, 2)})
-    choose_trainable(module, freeze=["first"], only_train=None)
-    assert [p.requires_grad for p in module.parameters()] == [False, False, True, True]
-    with pytest.raises(UserError, match="leaves no parameter to train"):
-        choose_trainable(module, freeze=None, only_train=["third"])
+    assert choose(module, freeze_params_name_list=["first"]) == ["second.weight", "second.bias"]
+    assert choose(module, only_train_params_name_list=["t.bias", "d.weight"]) == ["first.bias", "second.weight"]
+    assert len(choose(module)) == 4
+    with pytest.raises(UserError, match=r"--only-train.* leaves no parameter to train: check .* against its names"):
+        choose(module, only_train_params_name_list=["third"])
+    with pytest.raises(UserError, match=r"--freeze-params.* leaves no parameter to train"):
+        choose(module, freeze_params_name_list=["first", "second"])
+    with pytest.raises(UserError, match="exclude each other"):
+        choose(module, only_train_params_name_list=["first"], freeze_params_name_list=["second"])
 
 
 def test_freeze_indexer_adds_a_freeze_pattern() -> None:
@@ -31,8 +44,7 @@ def test_freeze_indexer_adds_a_freeze_pattern() -> None:
     config = derive(
         Config(hf_checkpoint="m", rollout_batch_size=1, freeze_indexer=True, freeze_params_name_list=["q_proj.bias"])
     )
-    choose_trainable(module, freeze=config.freeze_params_name_list, only_train=None)
-    assert [name for name, p in module.named_parameters() if p.requires_grad] == ["self_attn.q_proj.weight"]
+    assert choose(module, freeze_params_name_list=config.freeze_params_name_list) == ["self_attn.q_proj.weight"]
     assert derive(config).freeze_params_name_list == config.freeze_params_name_list
 
 
@@ -70,10 +82,9 @@ def test_stateless_adam_matches_a_fresh_adamw_each_step() -> None:
     theirs.load_state_dict(ours.state_dict())
     optimizer = make_optimizer(ours.parameters(), config)
     for step in range(4):
-        rates = Rates(1e-2 * (step + 1), 0.1)
-        set_rates(optimizer, rates)
         fresh = make_optimizer(theirs.parameters(), config.replace(use_stateless_adam=False))
-        set_rates(fresh, rates)
+        for group in (*optimizer.param_groups, *fresh.param_groups):
+            group["lr"] = 1e-2 * (step + 1)
         inputs = torch.randn(5, 4)
         for module, used in ((ours, optimizer), (theirs, fresh)):
             module.zero_grad()

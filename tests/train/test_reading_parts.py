@@ -68,7 +68,7 @@ def read_everything(ranks: Ranks, folders: dict[str, Path], out: Path) -> dict[s
         for name, buffer in expected.named_buffers():
             assert torch.equal(dict(backend.module.model.named_buffers())[name], buffer)
         backend.load_frozen("ref", InitialWeights())
-        frozen = backend._frozen.model("ref").module.model
+        frozen = backend.frozen.model("ref").model.model
         assert_parts(frozen, dict(whole_model(folder, torch.bfloat16).named_parameters()))
         assert not any(parameter.requires_grad for parameter in frozen.parameters())
         critic = builder.critic(config, InitialWeights()).module.model
@@ -97,7 +97,7 @@ def from_checkpoint(ranks: Ranks, folder: Path, checkpoint: Path, out: Path) -> 
     expected: dict[str, Any] = torch.load(out / "expected")
     assert_parts(backend.module.model, expected)
     frozen = {name: tensor.bfloat16() for name, tensor in expected.items()}
-    assert_parts(backend._frozen.model("ref").module.model, frozen)
+    assert_parts(backend.frozen.model("ref").model.model, frozen)
 
 
 def test_three_ranks_load_their_parts_of_a_checkpoint(model_folder: Folder, tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def gathered_parameter_counts(world: Ranks, folder: str, out: str) -> dict[str, 
     backend = make_backend(world, folder, out, actor_num_gpus_per_node=world.size)
     backend.snapshot("ref")
     found = {}
-    for weights, module in (("policy", backend.module), ("ref", backend._frozen.model("ref").module)):
+    for weights, module in (("policy", backend.module), ("ref", backend.frozen.model("ref").model)):
         layers, seen = module.model.model.layers, []
         for layer in layers:
             layer.register_forward_pre_hook(

@@ -5,15 +5,18 @@ Invariant: a bucket contains exactly the tensors of its planned layout; every te
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from itertools import zip_longest
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from slime.train.topology import Ranks
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -80,3 +83,23 @@ def plan_bucket_ranges(sizes: Sequence[int], limit: int) -> list[tuple[int, int]
     if start < len(sizes):
         ranges.append((start, len(sizes)))
     return ranges
+
+
+def take_turns(
+    spread: Mapping[int, Sequence[Item]], nbytes: Callable[[Item], int], max_bytes: int
+) -> list[tuple[int, tuple[Item, ...]]]:
+    """Split the items of each owner into buckets (owner, items).
+
+    Owners take turns, so that one consumes its bucket while the buckets of the others are gathered.
+    """
+    loads = []
+    for owner, own in spread.items():
+        ranges = plan_bucket_ranges([nbytes(item) for item in own], max_bytes)
+        loads.append([(owner, tuple(own[begin:end])) for begin, end in ranges])
+    return [load for turn in zip_longest(*loads) for load in turn if load is not None]
+
+
+def wait_transfers(transfers: list[dist.P2POp]) -> None:
+    """Start sends and receives together, and wait for them."""
+    for work in dist.batch_isend_irecv(transfers) if transfers else ():
+        work.wait()

@@ -10,8 +10,8 @@ router's noise is ever active.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -34,31 +34,33 @@ from slime.train.backend import (
     NamedTensor,
     Objective,
     ObjectiveInput,
-    ResidentTensors,
     StepTotals,
     TokenScores,
-    TrainedAdapter,
+    TrainBackend,
+    choose_trainable,
 )
+from slime.train.backends.frozen import FrozenSets, ResidentTensors, ShardedModel
 from slime.train.backends.fsdp.fused.layer import check_float8, fuse_layers
 from slime.train.backends.fsdp.hf_export import HfExport
 from slime.train.backends.fsdp.lora import LoraLayers
-from slime.train.backends.fsdp.lora_sets import AdaptedModel
-from slime.train.backends.fsdp.optimizer import choose_trainable, make_optimizer, set_rates
+from slime.train.backends.fsdp.lora_sets import AdaptedModel, AdapterSets
+from slime.train.backends.fsdp.optimizer import ParamGroup, make_optimizer
 from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel
 from slime.train.backends.fsdp.sharding import (
     gather_ahead,
     gather_full_tensor,
+    gather_like,
     local_part,
     part_on_device,
     reshard,
     set_gradient_sync,
     shard,
+    sharded_model,
     stays_gathered,
     total_norm,
 )
 from slime.train.backends.fsdp.state import (
     LocalPart,
-    ShardedFrozenSets,
     optimizer_tensors,
     parts_to_write,
     read_optimizer,
@@ -68,7 +70,6 @@ from slime.train.backends.fsdp.state import (
 from slime.train.backends.hf_buckets import HfBucket, HfTensor, PreviousExport
 from slime.train.checkpoints.rank_files import MODEL, OPTIMIZER, SavedPart
 from slime.train.checkpoints.reader import SavedTensors
-from slime.train.lr_schedule import Rates
 from slime.train.samples.micro_batch import MicroBatch
 from slime.train.timers import RankProgress
 from slime.train.topology import Topology
@@ -122,7 +123,7 @@ def _recomputed(layer: nn.Module, function: Callable[..., object], *arguments: o
     return checkpoint(evaluated, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-class FSDPBackend:
+class FSDPBackend(TrainBackend[PackedModel]):
     """One model that is trained, its optimizer and its frozen sets: this rank's part of them."""
 
     def __init__(
@@ -138,57 +139,64 @@ class FSDPBackend:
         layers: LoraLayers | None = None,
         base: Path = Path(),
     ) -> None:
-        self.topology = topology
-        self.progress = progress
         self._mesh = mesh
         self.clip_grad = config.clip_grad
-        self._averages = config.ref_update_decay > 0
         self.module = module
+        self._on_host = config.fsdp_cpu_offload
         model = module.model
-        self.model_config = model.config
         if config.share_prompts:
             module.check_prompt_sharing()
-        if config.fp8:
-            check_float8(model, compute_dtype, topology.device)
-        if mesh.device_type == "cuda":
-            fuse_layers(model, in_float8=config.fp8)
+
+        def fuse(target: PreTrainedModel, dtype: torch.dtype) -> None:
+            if config.fp8:
+                check_float8(target, dtype, topology.device)
+            if mesh.device_type == "cuda":
+                fuse_layers(target, in_float8=config.fp8)
+
+        def freeze(frozen: PackedModel) -> ShardedModel[PackedModel]:
+            frozen.requires_grad_(False)
+            fuse(frozen.model, frozen.model.dtype)
+            shard(frozen, mesh, MixedPrecisionPolicy(), progress, on_host=self._on_host)
+            return sharded_model(frozen)
+
+        def like_policy() -> ShardedModel[PackedModel]:
+            frozen = load_frozen(InitialWeights())
+            frozen.use_zero_sources()
+            return freeze(frozen)
+
+        fuse(model, compute_dtype)
         if config.recompute_activations:
             recompute_layers(model)
         if layers is None:  # otherwise `put_adapter` has chosen what is trained
-            patterns = {"freeze": config.freeze_params_name_list, "only_train": config.only_train_params_name_list}
-            choose_trainable(model, **patterns)
-        self._on_host = config.fsdp_cpu_offload
+            names = "the model's parameter names"
+            choose_trainable(dict(model.named_parameters()), config, topology.world, known=names)
         precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
         self._has_whole = stays_gathered(module, mesh, on_host=self._on_host)
         self._gathers_ahead = False  # until FSDP has completed a step and created its streams
         shard(module, mesh, precision, progress, on_host=self._on_host)
         self.optimizer = make_optimizer(module.parameters(), config)
-        self._parameters = dict(model.named_parameters())
-        self._frozen = ShardedFrozenSets(
-            module, mesh, load_frozen, progress, on_host=self._on_host, in_float8=config.fp8
-        )
-        self._base_of = partial(adapter_base_path, config)
+        policy = sharded_model(module)
+        sets = policy, lambda source: freeze(load_frozen(source)), like_policy
+        self._adapters: AdapterSets | None = None
         self._adapted: AdaptedModel | None = None
-        self.adapter: TrainedAdapter | None = None
         if layers is not None:
+            self._adapters = AdapterSets(*sets, layers, lambda source: adapter_base_path(config, source) == base)
             self._adapted = AdaptedModel(module, layers, base=base, base_dtype=compute_dtype)
             self.adapter = self._adapted.info
-        self._active: PackedModel = module
-        self._before_update: Callable[[], None] = lambda: None
-        own = self._parameters if self._adapted is None else self._adapted.leaving
-        self._leaves: dict[str, Tensor] = {**own, **dict(persistent_buffers(model))}
-        self._export = HfExport(
-            self._leaves,
-            partial(split_fused_weights, model),
-            rank=topology.world.rank,
-            world_size=topology.world.size,
-            value=self._leaving,
-        )
+        super().__init__(config, topology, progress, model.config, policy, self._adapters or FrozenSets(*sets))
+        own = {name: tensor for name, tensor in module.placed.items() if layers is None or not is_adapter(name)}
+        leaves: dict[str, Tensor] = {**own, **dict(persistent_buffers(model))}
+
+        def leaving(name: str) -> Tensor:
+            """This rank's rows of a parameter, with the adapter merged; a buffer unchanged."""
+            if self._adapted is not None and name in module.placed:
+                return self._adapted.rows(name)
+            return part_on_device(leaves[name]).detach()
+
+        world, split = topology.world, partial(split_fused_weights, model)
+        self._export = HfExport(leaves, split, rank=world.rank, world_size=world.size, value=leaving)
 
     # passes
-
-    def begin_step(self, rollout_id: int, step_id: int, rates: Rates) -> None:
-        pass  # this backend has no user hooks
 
     def forward_backward(
         self,
@@ -198,7 +206,7 @@ class FSDPBackend:
         reads: ObjectiveInput = "log_probs",
         entropy: bool = False,
     ) -> StepTotals:
-        assert self._active is self.module, "gradients are those of the policy"
+        assert self._active is self._policy, "gradients are those of the policy"
         totals = StepTotals()
         each = self.progress.over(micro_batches, "update: micro-batch", len(micro_batches))
         for index, micro in enumerate(each):
@@ -221,17 +229,22 @@ class FSDPBackend:
     ) -> list[TokenScores]:
         found, arrivals = [], AsyncHostCopies()
         with self.using(weights):
+            active = self._active.model
             for micro in self.progress.over(micro_batches, f"{weights}: micro-batch", len(micro_batches)):
                 routing = None if own_routing else micro.routing
-                values, entropies = self._active(micro.row, reads="log_probs", entropy=entropy, routing=routing)
+                values, entropies = active(micro.row, reads="log_probs", entropy=entropy, routing=routing)
                 found.append(TokenScores(arrivals.send(values), arrivals.send(entropies) if entropy else None))
-            reshard(self._active)
-            if self._gathers_ahead and self._active is not self.module:
+            reshard(active)
+            if self._gathers_ahead and active is not self.module:
                 gather_ahead(self.module)  # overlaps with the host's work on the scores
         arrivals.wait()
         return found
 
     # updates
+
+    @property
+    def param_groups(self) -> list[ParamGroup]:
+        return self.optimizer.param_groups
 
     def clip_gradients(self) -> Tensor:
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
@@ -241,122 +254,68 @@ class FSDPBackend:
             nn.utils.clip_grads_with_norm_(self.module.parameters(), self.clip_grad, norm)
         return norm
 
-    def update(self, rates: Rates) -> None:
-        self._before_update()
-        set_rates(self.optimizer, rates)
+    def _apply_optimizer(self) -> None:
         self.optimizer.step()
         self._gathers_ahead = self._has_whole
-        self.drop_gradients()
 
     def drop_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
-    def reset_optimizer_state(self) -> None:
-        self._before_update()
+    def _forget_optimizer_state(self) -> None:
         self.optimizer.state.clear()
 
     # device memory
 
     def resident(self) -> Iterator[ResidentTensors]:
-        reshard(self.module)
-        own = list(self._parameters.values())
+        own = self._policy.parts()
         for kind, trained in (("weights", True), ("weights that are not trained", False)):
-            parts = [local_part(one.detach()) for one in own if one.requires_grad == trained]
+            parts = [own[name] for name, one in self.module.placed.items() if one.requires_grad == trained]
             yield ResidentTensors(kind, parts, None if trained else 0)
         states = [tensor for state in self.optimizer.state.values() for tensor in state.values()]
         yield ResidentTensors(OPTIMIZER_STATE, [local_part(tensor) for tensor in states if isinstance(tensor, Tensor)])
-        yield from self._frozen.resident()
-
-    def register_update_hook(self, call: Callable[[], None]) -> None:
-        self._before_update = call
-
-    # frozen sets
-
-    def load_frozen(self, name: str, source: InitialWeights) -> None:
-        if self._adapted is not None and self._base_of(source) == self._adapted.info.base:
-            self._adapted.sets.add_base(name)
-        else:
-            self._frozen.load(name, source)
-
-    def snapshot(self, name: str, *, decay: float = 0.0, on_host: bool = False) -> None:
-        if self._adapted is None:
-            self._frozen.snapshot(name, decay=decay, on_host=on_host)
-            return
-        assert decay == 0.0, "the average of two adapters has another rank"
-        self._frozen.forget(name)
-        self._adapted.sets.snapshot(name, on_host=on_host)
-
-    def forget(self, name: str) -> None:
-        self._frozen.forget(name)
-        if self._adapted is not None:
-            self._adapted.sets.forget(name)
-
-    def has(self, name: str) -> bool:
-        return name in self._frozen or (self._adapted is not None and name in self._adapted.sets)
-
-    @contextmanager
-    def using(self, name: str) -> Iterator[None]:
-        if self._adapted is not None and name in self._adapted.sets:
-            with self._adapted.sets.using(name):
-                yield
-            return
-        before = self._active
-        self._active = self.module if name == POLICY else self._frozen.model(name).module
-        try:
-            yield
-        finally:
-            self._active = before
+        yield from self.frozen.resident()
 
     # contents of a checkpoint
 
     def full_parameters(self, weights: str = POLICY) -> Iterator[NamedTensor]:
-        if self._adapted is not None and weights in self._adapted.sets:
-            yield from self._adapted.sets.full_parameters(weights)
-        elif weights != POLICY:
-            yield from self._frozen.model(weights).full_parameters()
-        else:
-            for name, tensor in self._saved().items():
-                yield name, gather_full_tensor(tensor.detach())
+        if self._adapters is not None and (adapter := self._adapters.placed(weights)) is not None:
+            for name, like, part in adapter:
+                yield name, gather_like(like, part.to(like.device))
+            return
+        tensors = self._saved() if weights == POLICY else self.frozen.model(weights).model.placed
+        for name, tensor in tensors.items():
+            yield name, gather_full_tensor(tensor.detach())
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(tensor.shape) for name, tensor in self._saved().items()}
 
-    def state_parts(self, kinds: Sequence[str]) -> Iterator[SavedPart]:
-        for kind in kinds:
-            yield from parts_to_write(kind, self._state(kind), rank=self.topology.world.rank)
+    def _parts_to_write(self, kind: str) -> Iterator[SavedPart]:
+        return parts_to_write(kind, self._state(kind), rank=self.topology.world.rank)
 
-    def load_parts(self, kind: str, saved: SavedTensors) -> None:
+    def _read_parts(self, kind: str, saved: SavedTensors) -> None:
+        reading = f"reading a checkpoint, {kind}: tensor"
         if kind == OPTIMIZER:
-            parameters = self.progress.over(self._parameters.items(), "reading the optimizer: parameter")
-            read_optimizer(saved, self.optimizer, parameters)
-            return
-        if kind != MODEL and self._adapted is not None and any(map(is_adapter, saved.names)):
-            self._frozen.forget(kind)  # it was loaded as a separate model; in the checkpoint it is an adapter
-            self._adapted.sets.snapshot(kind, on_host=False)
-        elif kind != MODEL:
-            frozen = self._frozen.model(kind)
-            reshard(frozen.module)
-            if self._averages:
-                frozen.start_average()
-        read_parts(saved, self.progress.over(self._state(kind), f"reading a checkpoint, {kind}: tensor"))
-        if kind in self._frozen:
-            self._frozen.model(kind).round_average()
+            read_optimizer(saved, self.optimizer, self.progress.over(self.module.placed.items(), reading))
+        else:
+            read_parts(saved, self.progress.over(self._state(kind), reading))
 
     def _state(self, kind: str) -> Iterator[LocalPart]:
         """Tensors of one kind, with this rank's parts of them."""
         if kind == OPTIMIZER:
-            return with_local_parts(optimizer_tensors(self.optimizer, self._parameters))
+            return with_local_parts(optimizer_tensors(self.optimizer, self.module.placed))
         if kind == MODEL:
             return with_local_parts(self._saved().items())
-        if self._adapted is not None and kind in self._adapted.sets:
-            return self._adapted.sets.placed(kind)
-        return self._frozen.model(kind).state()
+        if self._adapters is not None and (adapter := self._adapters.placed(kind)) is not None:
+            return adapter
+        frozen = self.frozen.model(kind)
+        parts = frozen.saved
+        return ((name, like, parts[name]) for name, like in frozen.model.placed.items())
 
-    def _saved(self) -> dict[str, Tensor]:
-        """The tensors of a checkpoint."""
-        if self._adapted is not None:
-            return self._adapted.trained
-        return {**self._parameters, **dict(persistent_buffers(self.module.model))}
+    def _saved(self) -> Mapping[str, Tensor]:
+        """The tensors of a checkpoint: all, or with LoRA the trained ones: the matrices, and a critic's head."""
+        if self.adapter is not None:
+            return {name: parameter for name, parameter in self.module.placed.items() if parameter.requires_grad}
+        return {**self.module.placed, **dict(persistent_buffers(self.module.model))}
 
     # export
 
@@ -377,11 +336,4 @@ class FSDPBackend:
             yield from self._export.buckets(dtype, max_bytes, owners)
 
     def full_adapter(self) -> Iterator[NamedTensor]:
-        if self._adapted is not None:
-            yield from self._adapted.full_adapter()
-
-    def _leaving(self, name: str) -> Tensor:
-        """This rank's rows of a parameter, with the adapter merged; a buffer unchanged."""
-        if self._adapted is not None and name in self._parameters:
-            return self._adapted.rows(name)
-        return part_on_device(self._leaves[name]).detach()
+        return iter(()) if self._adapted is None else self._adapted.full_adapter()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from slime.models.hf_tensor_plan import ConversionPiece, Convert, plan_pieces
-from slime.train.backends.hf_buckets import HfBucket, HfTensor, export_dtype, plan_bucket_ranges
+from slime.train.backends.hf_buckets import HfBucket, HfTensor, export_dtype, take_turns, wait_transfers
 
 
 @dataclass(frozen=True)
@@ -54,18 +53,12 @@ class HfExport:
         self._cuts: dict[str, RowSharding] = {}
 
     def plan(self, dtype: torch.dtype, max_bytes: int, owners: Sequence[int] | None = None) -> list[PieceBucket]:
-        """Plan the owners' pieces, in the order of `buckets`.
-
-        Owners take turns, so that one consumes its bucket while the buckets of the others are gathered.
-        """
+        """Plan the owners' pieces, in the order of `buckets`."""
         if dtype not in self._pieces:
             facts = {name: (tuple(t.shape), export_dtype(t.dtype, dtype)) for name, t in self._tensors.items()}
             self._pieces[dtype] = plan_pieces(facts, self._convert)
-        loads = []
-        for owner, own in _split_among_owners(self._pieces[dtype], owners or range(self._world_size)).items():
-            ranges = plan_bucket_ranges([piece.nbytes for piece in own], max_bytes)
-            loads.append([PieceBucket(owner, tuple(own[begin:end])) for begin, end in ranges])
-        return [load for turn in zip_longest(*loads) for load in turn if load is not None]
+        spread = _split_among_owners(self._pieces[dtype], owners or range(self._world_size))
+        return [PieceBucket(*load) for load in take_turns(spread, lambda piece: piece.nbytes, max_bytes)]
 
     @torch.no_grad()
     def buckets(self, dtype: torch.dtype, max_bytes: int, owners: Sequence[int] | None = None) -> Iterator[HfBucket]:
@@ -91,8 +84,7 @@ class HfExport:
                 if whole is not None:
                     members[name] = whole
             wholes.append(members)
-        for work in dist.batch_isend_irecv(transfers) if transfers else ():
-            work.wait()
+        wait_transfers(transfers)
         return wholes if load.owner == self._rank else None
 
     def _plan_transfers(self, name: str, piece: ConversionPiece, owner: int) -> tuple[Tensor | None, list[dist.P2POp]]:

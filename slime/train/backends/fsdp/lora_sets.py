@@ -10,112 +10,115 @@ memory of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from slime.config.initial_weights import InitialWeights
 from slime.models.lora import LORA_A, LORA_B, is_adapter, peft_targets
 from slime.models.peft_adapter import AdapterConfig, merge_lora, peft_name
 from slime.train.backend import NamedTensor, TrainedAdapter
+from slime.train.backends.frozen import FrozenSets, Parts, ShardedModel
 from slime.train.backends.fsdp.lora import LoraLayers
 from slime.train.backends.fsdp.packed_model import PackedModel
-from slime.train.backends.fsdp.sharding import (
-    gather_full_tensor,
-    gather_like,
-    local_part,
-    part_on_device,
-    reshard,
-)
+from slime.train.backends.fsdp.sharding import gather_full_tensor, local_part, part_on_device
 from slime.train.backends.fsdp.state import LocalPart
 
-AdapterParts = Mapping[str, Tensor]
-"""This rank's parts of the matrices, by name."""
 
+class AdapterSets(FrozenSets[PackedModel]):
+    """Frozen sets of a policy with LoRA: copies of its adapter, or None for the `base` weights without an adapter."""
 
-class AdapterSets:
-    """Frozen sets as copies of the policy's adapter, by name; None means no adapter."""
-
-    def __init__(self, policy: PackedModel, layers: LoraLayers) -> None:
-        self._policy = policy
+    def __init__(
+        self,
+        policy: ShardedModel[PackedModel],
+        load: Callable[[InitialWeights], ShardedModel[PackedModel]],
+        like_policy: Callable[[], ShardedModel[PackedModel]],
+        layers: LoraLayers,
+        is_base: Callable[[InitialWeights], bool],
+    ) -> None:
+        super().__init__(policy, load, like_policy)
         self._layers = layers
-        parameters = dict(policy.model.named_parameters())
-        self._adapter: dict[str, nn.Parameter] = {name: parameters[name] for name in layers.shapes}
-        self._sets: dict[str, AdapterParts | None] = {}
+        self._is_base = is_base
+        self._adapters: dict[str, Parts | None] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._sets
+        return name in self._adapters or super().__contains__(name)
 
-    def add_base(self, name: str) -> None:
-        """Add a set that consists of the base weights, without an adapter."""
-        self._sets[name] = None
+    def load(self, name: str, source: InitialWeights) -> None:
+        if self._is_base(source):
+            self._adapters[name] = None
+        else:
+            super().load(name, source)
 
-    def snapshot(self, name: str, *, on_host: bool) -> None:
-        self._sets[name] = self._copy("cpu" if on_host else None)
+    def snapshot(self, name: str, *, decay: float, on_host: bool) -> None:
+        assert decay == 0.0, "the average of two adapters has another rank"
+        super().forget(name)
+        self._adapters[name] = self._copy("cpu" if on_host else None)
 
     def forget(self, name: str) -> None:
-        self._sets.pop(name, None)
+        super().forget(name)
+        self._adapters.pop(name, None)
 
     @contextmanager
-    def using(self, name: str) -> Iterator[None]:
+    def using(self, name: str) -> Iterator[ShardedModel[PackedModel]]:
         """Give the policy's module the weights of this set inside the context."""
-        parts = self._sets[name]
+        if name not in self._adapters:
+            with super().using(name) as model:
+                yield model
+            return
+        parts = self._adapters[name]
         if parts is None:
             with self._layers.off():
-                yield
+                yield self._policy
             return
         own = self._copy(None)
         self._put(parts)
         try:
-            yield
+            yield self._policy
         finally:
             self._put(own)
 
-    def full_parameters(self, name: str) -> Iterator[NamedTensor]:
-        """Yield the whole matrices of a set, zeros without an adapter; all ranks iterate together."""
-        for key, parameter, part in self.placed(name):
-            yield key, gather_like(parameter, part.to(parameter.device))
+    @contextmanager
+    def reading(self, name: str, saved: Iterable[str], *, averages: bool) -> Iterator[None]:
+        if any(map(is_adapter, saved)):  # a set that was loaded as a separate model is an adapter in the checkpoint
+            self.snapshot(name, decay=0.0, on_host=False)
+            yield
+            return
+        with super().reading(name, saved, averages=averages):
+            yield
 
-    def placed(self, name: str) -> Iterator[LocalPart]:
-        """Yield this rank's parts of the matrices of a set, with the parameters that are sharded like them."""
-        parts = self._sets[name]
-        for key, parameter in self._adapter.items():
-            yield key, parameter, torch.zeros_like(local_part(parameter)) if parts is None else parts[key]
+    def placed(self, name: str) -> Iterator[LocalPart] | None:
+        """This rank's parts of a set's matrices, with the parameters sharded like them; None if it is no adapter."""
+        if name not in self._adapters:
+            return None
+        parts, placed = self._adapters[name], self._policy.model.placed
+        own = ((key, placed[key]) for key in self._layers.shapes)
+        return ((key, like, torch.zeros_like(local_part(like)) if parts is None else parts[key]) for key, like in own)
 
-    def _copy(self, device: str | None) -> AdapterParts:
-        parts = ((name, local_part(parameter.detach())) for name, parameter in self._adapter.items())
-        return {name: part.to(device or part.device, copy=True) for name, part in parts}
+    def _copy(self, device: str | None) -> Parts:
+        parts = self._policy.parts()
+        return {name: parts[name].to(device or parts[name].device, copy=True) for name in self._layers.shapes}
 
     @torch.no_grad()
-    def _put(self, parts: AdapterParts) -> None:
-        reshard(self._policy)
-        for name, parameter in self._adapter.items():
-            local_part(parameter).copy_(parts[name])
+    def _put(self, parts: Parts) -> None:
+        own = self._policy.parts()
+        for name in self._layers.shapes:
+            own[name].copy_(parts[name])
 
 
 class AdaptedModel:
-    """The adapter of a module that is already sharded: its export and its frozen sets."""
+    """The adapter of a module that is already sharded."""
 
     def __init__(self, module: PackedModel, layers: LoraLayers, *, base: Path, base_dtype: torch.dtype) -> None:
-        self._parameters = dict(module.model.named_parameters())
+        self._parameters = module.placed
         self._layers = layers
         self._whole_a: dict[str, Tensor] = {}
-        self.sets = AdapterSets(module, layers)
         facts = AdapterConfig(layers.lora.rank, layers.lora.alpha, base_dtype)
         targets = peft_targets(layers.modules, layers.linears)
         self.info = TrainedAdapter(facts, layers.lora.targets, tuple(targets), base)
-
-    @property
-    def trained(self) -> dict[str, Tensor]:
-        """The trained parameters, which are all that a checkpoint has: the matrices, and a critic's head."""
-        return {name: parameter for name, parameter in self._parameters.items() if parameter.requires_grad}
-
-    @property
-    def leaving(self) -> dict[str, Tensor]:
-        """The model's own parameters, under whose names the weights are exported."""
-        return {name: parameter for name, parameter in self._parameters.items() if not is_adapter(name)}
 
     @contextmanager
     def gathered(self) -> Iterator[None]:

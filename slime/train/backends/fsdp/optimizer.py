@@ -1,4 +1,4 @@
-"""Optimizers of the FSDP2 backend, and the choice of trained parameters.
+"""Optimizers of the FSDP2 backend.
 
 `StreamedAdam` keeps AdamW's moments in the host's memory or in bfloat16 and brings them to the device in float32, part
 by part. Invariant: the arithmetic is that of torch's AdamW in float32, so with float32 moments the weights are the same
@@ -9,19 +9,17 @@ step, so neither the number of ranks nor a resumed run changes it.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.optim.adamw import adamw
 
 from slime.config import Config
-from slime.errors import UserError
-from slime.train.backends.fsdp.sharding import local_part
-from slime.train.lr_schedule import Rates
+from slime.models.families.tp_sharding import whole_region
+from slime.train.backends.fsdp.sharding import local_part, local_region
 
 ParamGroup = dict[str, Any]
 """A group of parameters with its settings, as `torch.optim` defines it."""
@@ -97,7 +95,9 @@ class StreamedAdam(torch.optim.Optimizer):
         weights = local_part(parameter.detach()).view(-1)
         gradients = local_part(parameter.grad).reshape(-1)  # type: ignore[arg-type]
         kept = [local_part(state[moment]).view(-1) for moment in MOMENTS]
-        first = first_element(parameter)
+        region = local_region(parameter)
+        assert region[1:] == whole_region(parameter.shape[1:]), "parameters are sharded along their rows"
+        first = (region[0].start if region else 0) * math.prod(parameter.shape[1:])  # this rank's first element
         for begin in range(0, weights.numel(), _PART):
             part = slice(begin, min(begin + _PART, weights.numel()))
             moments = [moment[part].to(weights.device, torch.float32, non_blocking=True) for moment in kept]
@@ -130,19 +130,6 @@ def rounded(values: Tensor, first: int, salt: int) -> Tensor:
     return bits.view(torch.float32).to(torch.bfloat16)
 
 
-def first_element(parameter: Tensor) -> int:
-    """Index of this rank's first element in the whole tensor, which is sharded along its rows."""
-    if not isinstance(parameter, DTensor):
-        return 0
-    row = 0
-    for index, placement in enumerate(parameter.placements):
-        if isinstance(placement, Shard):
-            assert placement.dim == 0, "parameters are sharded along their rows"
-            rows = -(-parameter.shape[0] // parameter.device_mesh.size(index))
-            row = parameter.device_mesh.get_local_rank(index) * rows
-    return row * (parameter.numel() // max(parameter.shape[0], 1))
-
-
 def _signed(number: int) -> int:
     """Reinterpret the lowest 32 bits of a number as an int32."""
     number &= 0xFFFFFFFF
@@ -150,42 +137,17 @@ def _signed(number: int) -> int:
 
 
 MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-DECAY_KEY = "decayed"
-"""Key of a group of parameters: True if the group uses the schedule's weight decay."""
-
-
-def set_rates(optimizer: torch.optim.Optimizer, rates: Rates) -> None:
-    """Set the learning rate and the weight decay of the next update."""
-    for group in optimizer.param_groups:
-        group["lr"] = rates.learning_rate
-        group["weight_decay"] = rates.weight_decay if group[DECAY_KEY] else 0.0
-
-
-def choose_trainable(module: nn.Module, *, freeze: Sequence[str] | None, only_train: Sequence[str] | None) -> None:
-    """Freeze parameters by regular expressions over their names; raises UserError if none is left to train."""
-    if freeze and only_train:
-        raise UserError("--freeze-params-name-list and --only-train-params-name-list exclude each other: give one")
-    trained = 0
-    for name, parameter in module.named_parameters():
-        if only_train:
-            wanted = any(re.search(pattern, name) for pattern in only_train)
-        else:
-            wanted = not any(re.search(pattern, name) for pattern in freeze or ())
-        parameter.requires_grad_(wanted)
-        trained += wanted
-    if not trained:
-        flag = "--only-train-params-name-list" if only_train else "--freeze-params-name-list"
-        raise UserError(f"{flag} leaves no parameter to train: check the patterns against the model's parameter names")
 
 
 def make_optimizer(parameters: Iterable[nn.Parameter], config: Config) -> torch.optim.Optimizer:
     """Make the optimizer of the flags; decoupled weight decay applies to matrices only, not to biases and norms."""
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    matrices, others = [p for p in trainable if p.ndim >= 2], [p for p in trainable if p.ndim < 2]
     groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay, DECAY_KEY: True},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0, DECAY_KEY: False},
+        {"params": own, "weight_decay": config.weight_decay * factor, "lr_mult": 1.0, "wd_mult": factor}
+        for own, factor in ((matrices, 1.0), (others, 0.0))
+        if own
     ]
-    groups = [group for group in groups if group["params"]]
     if config.use_stateless_adam:
         return StatelessAdam(groups, lr=config.lr, eps=config.adam_eps)
     betas = (config.adam_beta1, config.adam_beta2)

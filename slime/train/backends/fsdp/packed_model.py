@@ -41,6 +41,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model = model
         self.sources: dict[str, Source] = dict(sources or {})
+        self.placed: dict[str, nn.Parameter] = {}  # this rank's parts of the parameters, once the model is sharded
         self.context = attach_context(model, gdn_backend)
         self.routers: RouterReplayHooks | None = None
         mixing = (PackedDeltaNet, PackedIndexer, PerSequenceRope)

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 
 from slime.errors import UserError
 from slime.models.families.tp_sharding import Region, whole_region
 from slime.models.tensor_sources import read_to_device
+from slime.train.backends.frozen import ShardedModel
 from slime.train.backends.fsdp.fused.layer import FusedLayer
 from slime.train.backends.fsdp.packed_model import PackedModel
 from slime.train.timers import RankProgress
@@ -81,6 +82,7 @@ def shard(
         assert isinstance(packed, FSDPModule)
         packed.set_reduce_scatter_unused_params(True)
     _load_local_weights(packed, torch.device("cpu") if on_host else _device_of(mesh), progress)
+    packed.placed = dict(packed.model.named_parameters())
 
 
 def stays_gathered(packed: PackedModel, mesh: DeviceMesh, *, on_host: bool) -> bool:
@@ -169,12 +171,14 @@ def reshard(packed: PackedModel) -> None:
             module.reshard()
 
 
-def shard_like(parameter: torch.Tensor, full: torch.Tensor) -> torch.Tensor:
-    """Shard a whole tensor as `parameter` is sharded."""
-    placed = full.to(device=parameter.device, dtype=parameter.dtype)
-    if not isinstance(parameter, DTensor):
-        return placed
-    return distribute_tensor(placed, parameter.device_mesh, parameter.placements, src_data_rank=None)
+def sharded_model(packed: PackedModel) -> ShardedModel[PackedModel]:
+    """A model that `shard` sharded, with access to this rank's parts of its parameters."""
+
+    def parts() -> dict[str, torch.Tensor]:
+        reshard(packed)
+        return {name: local_part(parameter.detach()) for name, parameter in packed.placed.items()}
+
+    return ShardedModel(packed, parts)
 
 
 def gather_full_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,10 +7,13 @@ parameters are global: a layer or an expert has the same name on every rank and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from torch import Tensor
 
 from slime.config import Config
@@ -23,28 +26,21 @@ from slime.train.backend import (
     NamedTensor,
     Objective,
     ObjectiveInput,
-    ResidentTensors,
     StepTotals,
     TokenScores,
-    TrainedAdapter,
+    TrainBackend,
+    choose_trainable,
 )
+from slime.train.backends.frozen import FrozenSets, ResidentTensors, ShardedModel
 from slime.train.backends.hf_buckets import HfBucket, HfTensor, PreviousExport
 from slime.train.backends.megatron.config import ddp_config, optimizer_config
 from slime.train.backends.megatron.embedding_and_head import OUTPUT_WEIGHT, ValueHead
 from slime.train.backends.megatron.fp32_params import find_masters
 from slime.train.backends.megatron.hf_export import MegatronHfExport
-from slime.train.backends.megatron.optimizer import StepOptimizer, choose_trainable, wrap_with_ddp
 from slime.train.backends.megatron.pipeline import StagedModel, score_passes, train_passes
 from slime.train.backends.megatron.plugin_hooks import MegatronHooks
 from slime.train.backends.megatron.shard_map import ShardMap
-from slime.train.backends.megatron.state import (
-    FrozenStageSets,
-    master_parts,
-    optimizer_parts,
-    read_optimizer,
-    read_weights,
-    weight_parts,
-)
+from slime.train.backends.megatron.state import optimizer_parts, read_optimizer, read_weights, weight_parts
 from slime.train.backends.megatron.weights import ModelFolder, global_buffers, global_names
 from slime.train.checkpoints.rank_files import MODEL, OPTIMIZER, SavedPart
 from slime.train.checkpoints.reader import SavedTensors
@@ -52,16 +48,22 @@ from slime.train.lr_schedule import Rates
 from slime.train.samples.micro_batch import MicroBatch
 from slime.train.timers import RankProgress
 
+if TYPE_CHECKING:
+    from megatron.core.transformer.module import MegatronModule
+
 VALUE_HEAD = "lm_head.weight"
 """The name of a critic's output layer in a checkpoint."""
 MAX_GATHERED_BYTES = 256 * 2**20
 """Maximum size of a bucket, in bytes, when every rank gathers all weights."""
 
 
-class MegatronBackend:
-    """A trained model, its optimizer and its frozen sets, on this rank."""
+class MegatronBackend(TrainBackend[StagedModel]):
+    """A trained model, its optimizer and its frozen sets, on this rank.
 
-    adapter: TrainedAdapter | None = None
+    Invariant: the gradients are the sums of the passes. Clipping only scales them, so after a non-finite norm weights
+    and moments are unchanged. With `--use-stateless-adam` the moments are dropped after each update, so that every
+    update is Adam's first.
+    """
 
     def __init__(
         self,
@@ -75,31 +77,40 @@ class MegatronBackend:
         like_policy: Callable[[], StagedModel],
     ) -> None:
         self.groups = model.groups
-        self.topology = model.groups.topology
-        self.progress = progress
-        self._hooks = hooks
         self.folder = folder
-        self.model_config = folder.config
-        self._parameters = global_names(model.stages)
-        patterns = {"freeze": config.freeze_params_name_list, "only_train": config.only_train_params_name_list}
-        choose_trainable(self._parameters, self.topology.world, **patterns)
-        self._tensors: dict[str, Tensor] = {**self._parameters, **global_buffers(model.stages)}
-        wrapped = wrap_with_ddp(model.stages, ddp_config(config, model.groups.layout))
-        self.model = replace(model, wrapped=wrapped)
+        self._hooks = hooks
+        world = model.groups.topology.world
+        parameters = global_names(model.stages)
+        open_ones = {name: one for name, one in parameters.items() if one.requires_grad}  # by the user's provider
+        names = "Megatron's parameter names, such as decoder.layers.0.self_attention.linear_qkv.weight"
+        choose_trainable(open_ones, config, world, known=names)
+        self._tensors: dict[str, Tensor] = {**parameters, **global_buffers(model.stages)}
+        self._wrapped = wrap_with_ddp(model.stages, ddp_config(config, model.groups.layout))
+        self.model = replace(model, wrapped=self._wrapped)
         settings = optimizer_config(config, compute_dtype=model.config.params_dtype)
-        self.optimizer = StepOptimizer(wrapped, settings, is_stateless=config.use_stateless_adam)
-        self.frozen = FrozenStageSets(self._tensors, load_frozen, like_policy)
-        self._averages = config.ref_update_decay > 0
+        self.optimizer = get_megatron_optimizer(settings, self._wrapped, use_gloo_process_groups=False)
+        self._clip_grad = settings.clip_grad
+        self._is_stateless = config.use_stateless_adam
+        policy = ShardedModel(self.model, self._gathered_tensors)
+        frozen = FrozenSets(
+            policy, lambda source: frozen_stages(load_frozen(source)), lambda: frozen_stages(like_policy())
+        )
+        super().__init__(config, model.groups.topology, progress, folder.config, policy, frozen)
         self._placement = build_shard_map(model, folder, self._tensors)
-        self.masters = find_masters(self.optimizer.megatron, self._parameters, self.topology.world.rank)
-        self._active = self.model
+        self.masters = find_masters(self.optimizer, parameters, world.rank)
         self._has_gradients = False
-        self._before_update: Callable[[], None] = lambda: None
+
+    def _gathered_tensors(self) -> dict[str, Tensor]:
+        """Complete the parameter gather that an update leaves to the next pass; returns the current weights."""
+        for one in self._wrapped:
+            if one.ddp_config.overlap_param_gather:
+                one.start_param_sync(force_sync=True)
+        return self._tensors
 
     # passes
 
     def begin_step(self, rollout_id: int, step_id: int, rates: Rates) -> None:
-        self._hooks.before_step(rollout_id, step_id, self.model.wrapped, self.optimizer.megatron, rates)
+        self._hooks.before_step(rollout_id, step_id, self.model.wrapped, self.optimizer, rates)
 
     def forward_backward(
         self,
@@ -109,7 +120,7 @@ class MegatronBackend:
         reads: ObjectiveInput = "log_probs",
         entropy: bool = False,
     ) -> StepTotals:
-        assert self._active is self.model, "only the policy has gradients"
+        assert self._active is self._policy, "only the policy has gradients"
         assert not self._has_gradients, "gradients are summed over the ranks once per update"
         self._has_gradients = True
         return train_passes(self.model, micro_batches, objective, self.progress, reads=reads, entropy=entropy)
@@ -122,125 +133,103 @@ class MegatronBackend:
         entropy: bool = False,
         own_routing: bool = False,
     ) -> list[TokenScores]:
-        with self.using(weights), self._evaluating():
-            self._hooks.before_log_probs(self._active.wrapped, weights)
-            return score_passes(
-                self._active,
-                micro_batches,
-                self.progress,
-                entropy=entropy,
-                doing=weights,
-                own_routing=own_routing,
-            )
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """Switch off dropout and router noise, which layers apply only in training mode."""
-        before = [stage.training for stage in self._active.stages]
-        for stage in self._active.wrapped:
-            stage.eval()
-        try:
-            yield
-        finally:
-            for stage, training in zip(self._active.wrapped, before, strict=True):
-                stage.train(training)
+        with self.using(weights):
+            model = self._active.model
+            before = [stage.training for stage in model.stages]
+            for stage in model.wrapped:
+                stage.eval()  # layers apply dropout and router noise only in training mode
+            try:
+                self._hooks.before_log_probs(model.wrapped, weights)
+                return score_passes(
+                    model, micro_batches, self.progress, entropy=entropy, doing=weights, own_routing=own_routing
+                )
+            finally:
+                for stage, training in zip(model.wrapped, before, strict=True):
+                    stage.train(training)
 
     # updates
 
-    def clip_gradients(self) -> Tensor:
-        return self.optimizer.clip(self.topology.device)
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups
 
-    def update(self, rates: Rates) -> None:
-        self._before_update()
-        self.optimizer.update(rates)
-        self.drop_gradients()
+    @property
+    def _inner_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [one.optimizer for one in self.optimizer.chained_optimizers if not one.is_stub_optimizer]
+
+    def clip_gradients(self) -> Tensor:
+        self.optimizer.prepare_grads()
+        norm = float(self.optimizer.get_grad_norm())
+        for one in self.optimizer.chained_optimizers:
+            parameters = [] if one.is_stub_optimizer else one.get_parameters()
+            if parameters and self._clip_grad > 0:
+                decoupled = one.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+                clip_grad_by_total_norm_fp32(parameters, self._clip_grad, norm, decoupled)
+        return torch.tensor(norm, device=self.topology.device)
+
+    def _apply_optimizer(self) -> None:
+        self.optimizer.step_with_ready_grads()
+        if self._is_stateless:
+            self._forget_optimizer_state()
 
     def drop_gradients(self) -> None:
-        self.optimizer.drop_gradients()
+        for one in self._wrapped:
+            one.zero_grad_buffer()
+        self.optimizer.zero_grad()
         self._has_gradients = False
 
-    def reset_optimizer_state(self) -> None:
-        self._before_update()
-        self.optimizer.forget_state()
+    def _forget_optimizer_state(self) -> None:
+        for one in self._inner_optimizers:
+            one.state.clear()
+            for group in one.param_groups:
+                group.pop("step", None)
 
     # device memory
 
     def resident(self) -> Iterator[ResidentTensors]:
-        self.optimizer.gather_parameters()
-        yield ResidentTensors("weights", list(self._tensors.values()))
-        yield ResidentTensors("gradients", self.optimizer.gradient_buffers(), is_zero=True)
+        yield ResidentTensors("weights", list(self._policy.parts().values()))
+        buffers = [part.grad_data for one in self._wrapped for part in (*one.buffers, *one.expert_parallel_buffers)]
+        yield ResidentTensors("gradients", buffers, is_zero=True)
         mains = [master.main for master in self.masters.values() if master.main is not None]
-        yield ResidentTensors(OPTIMIZER_STATE, [*mains, *self.optimizer.state_tensors()])
+        states = [value for one in self._inner_optimizers for state in one.state.values() for value in state.values()]
+        yield ResidentTensors(OPTIMIZER_STATE, [*mains, *(value for value in states if isinstance(value, Tensor))])
         yield from self.frozen.resident()
-
-    def register_update_hook(self, call: Callable[[], None]) -> None:
-        self._before_update = call
-
-    # frozen sets
-
-    def load_frozen(self, name: str, source: InitialWeights) -> None:
-        self.frozen.load(name, source)
-
-    def snapshot(self, name: str, *, decay: float = 0.0, on_host: bool = False) -> None:
-        self.optimizer.gather_parameters()
-        self.frozen.snapshot(name, decay=decay, on_host=on_host)
-
-    def forget(self, name: str) -> None:
-        self.frozen.forget(name)
-
-    def has(self, name: str) -> bool:
-        return name in self.frozen
-
-    @contextmanager
-    def using(self, name: str) -> Iterator[None]:
-        before = self._active
-        self._active = self.model if name == POLICY else self.frozen.model(name).model
-        try:
-            yield
-        finally:
-            self._active = before
 
     # checkpoints
 
-    def tensors(self, weights: str = POLICY) -> dict[str, Tensor]:
+    def tensors(self, weights: str = POLICY) -> Mapping[str, Tensor]:
         """Return this rank's part of the current weights of a set, by global name."""
-        if weights != POLICY:
-            return self.frozen.model(weights).tensors
-        self.optimizer.gather_parameters()
-        return self._tensors
+        return self._policy.parts() if weights == POLICY else self.frozen.model(weights).parts()
 
     def full_parameters(self, weights: str = POLICY) -> Iterator[NamedTensor]:
         """Yield whole tensors under the names of the folder, on every rank."""
-        export = MegatronHfExport(self._placement, self.topology.world, self.tensors(weights))
-        for bucket in export.buckets(torch.float32, MAX_GATHERED_BYTES):
+        for bucket in self._export(weights).buckets(torch.float32, MAX_GATHERED_BYTES):
             yield from bucket.broadcast_tensors(self.topology.world)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
         return {tensor.name: tensor.shape for tensor in self._placement.tensors}
 
-    def state_parts(self, kinds: Sequence[str]) -> Iterator[SavedPart]:
-        for kind in kinds:
-            if kind == OPTIMIZER:
-                yield from optimizer_parts(self._placement, self.masters)
-            elif kind == MODEL:
-                yield from master_parts(kind, self._placement, self.masters, self.tensors().items())
-            else:
-                yield from weight_parts(kind, self._placement, self.frozen.model(kind).kept.items())
+    def _parts_to_write(self, kind: str) -> Iterator[SavedPart]:
+        if kind == OPTIMIZER:
+            return optimizer_parts(self._placement, self.masters)
+        if kind == MODEL:
+            return weight_parts(kind, self._placement, self.tensors().items(), self.masters)
+        return weight_parts(kind, self._placement, self.frozen.model(kind).saved.items(), {})
 
-    def load_parts(self, kind: str, saved: SavedTensors) -> None:
+    def _read_parts(self, kind: str, saved: SavedTensors) -> None:
         reading = f"reading a checkpoint, {kind}: tensor"
         if kind == OPTIMIZER:
             read_optimizer(saved, self._placement, self.progress.over(self.masters.items(), reading))
-        elif kind == MODEL:
-            read_weights(saved, self._placement, self.progress.over(self.tensors().items(), reading), self.masters)
-        else:
-            frozen = self.frozen.model(kind)
-            if self._averages:
-                frozen.start_average()
-            read_weights(saved, self._placement, self.progress.over(frozen.kept.items(), reading), {})
-            frozen.round_average()
+            return
+        own = self.tensors() if kind == MODEL else self.frozen.model(kind).saved
+        masters = self.masters if kind == MODEL else {}
+        read_weights(saved, self._placement, self.progress.over(own.items(), reading), masters)
 
     # export
+
+    def _export(self, weights: str = POLICY) -> MegatronHfExport:
+        return MegatronHfExport(self._placement, self.topology.world, self.tensors(weights))
 
     def hf_plan(
         self, dtype: torch.dtype, max_bytes: int, *, owners: Sequence[int] | None = None
@@ -256,11 +245,32 @@ class MegatronBackend:
         owners: Sequence[int] | None = None,
         earlier: PreviousExport | None = None,
     ) -> Iterator[HfBucket]:
-        export = MegatronHfExport(self._placement, self.topology.world, self.tensors())
-        yield from export.buckets(dtype, max_bytes, owners, earlier)
+        yield from self._export().buckets(dtype, max_bytes, owners, earlier)
 
-    def full_adapter(self) -> Iterator[NamedTensor]:
-        return iter(())
+
+def wrap_with_ddp(
+    stages: Sequence[MegatronModule], settings: DistributedDataParallelConfig
+) -> list[DistributedDataParallel]:
+    """Wrap the stages in Megatron's DDP, which sums their gradients, and set its hooks in their config."""
+    config = stages[0].config
+    wrapped = [
+        DistributedDataParallel(config, settings, stage, disable_bucketing=number > 0)
+        for number, stage in enumerate(stages)
+    ]
+    config.finalize_model_grads_func = finalize_model_grads
+    if settings.overlap_grad_reduce:
+        waits = [one.no_sync for one in wrapped]
+        config.no_sync_func = waits if len(waits) > 1 else waits[0]
+    return wrapped
+
+
+def frozen_stages(model: StagedModel) -> ShardedModel[StagedModel]:
+    """Switch off the gradients and the training mode of a model's stages."""
+    for stage in model.stages:
+        stage.requires_grad_(False)
+        stage.eval()
+    tensors: dict[str, Tensor] = {**global_names(model.stages), **global_buffers(model.stages)}
+    return ShardedModel(model, lambda: tensors)
 
 
 def build_shard_map(model: StagedModel, folder: ModelFolder, own: Mapping[str, Tensor]) -> ShardMap:

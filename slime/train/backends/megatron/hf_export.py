@@ -14,13 +14,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.train.backends.hf_buckets import HfBucket, HfTensor, PreviousExport, plan_bucket_ranges
+from slime.train.backends.hf_buckets import HfBucket, HfTensor, PreviousExport, take_turns, wait_transfers
 from slime.train.backends.megatron.shard_map import PartitionedTensor, ShardMap, TensorPart
 from slime.train.topology import Ranks
 
@@ -102,12 +101,15 @@ class PlannedBucket:
     """The planned tensors of one bucket, all for the same owner."""
 
     owner: int
-    members: tuple[PartitionedTensor, ...]
-    tensors: tuple[HfTensor, ...]
+    members: tuple[tuple[PartitionedTensor, HfTensor], ...]
+
+    @property
+    def tensors(self) -> tuple[HfTensor, ...]:
+        return tuple(tensor for _, tensor in self.members)
 
     def parts(self) -> Iterator[tuple[int, HfTensor, TensorPart, int]]:
         """Yield (index of the tensor, the tensor, one of its parts, the rank that sends this part to the owner)."""
-        for number, (member, tensor) in enumerate(zip(self.members, self.tensors, strict=True)):
+        for number, (member, tensor) in enumerate(self.members):
             for part in member.parts:  # the owner's own copy if it has one, else that of the nearest rank
                 yield number, tensor, part, min(part.ranks, key=lambda rank: (abs(rank - self.owner), rank))
 
@@ -121,21 +123,12 @@ class MegatronHfExport:
         self._weights = weights
 
     def plan(self, dtype: torch.dtype, max_bytes: int, owners: Sequence[int] | None = None) -> list[PlannedBucket]:
-        """Assign tensors to owners and buckets, in the order of `buckets`.
-
-        Owners alternate: one stores its bucket while the buckets of the others are gathered.
-        """
-        spread = _assign_owners(self._placement.tensors, dtype, owners)
-        loads = []
-        for owner, own in sorted(spread.items()):
-            described = [HfTensor(one.name, one.shape, dtype, owner) for one in own]
-            loads.append(
-                [
-                    PlannedBucket(owner, tuple(own[begin:end]), tuple(described[begin:end]))
-                    for begin, end in plan_bucket_ranges([tensor.nbytes for tensor in described], max_bytes)
-                ]
-            )
-        return [load for turn in zip_longest(*loads) for load in turn if load is not None]
+        """Assign tensors to owners and buckets, in the order of `buckets`."""
+        spread = {
+            owner: [(one, HfTensor(one.name, one.shape, dtype, owner)) for one in own]
+            for owner, own in sorted(_assign_owners(self._placement.tensors, dtype, owners).items())
+        }
+        return [PlannedBucket(*load) for load in take_turns(spread, lambda pair: pair[1].nbytes, max_bytes)]
 
     @torch.no_grad()
     def buckets(
@@ -168,10 +161,10 @@ class MegatronHfExport:
                 )
         if messages and earlier is not None:
             lengths = torch.tensor([message.changed for message in messages], device=self._world.device)
-            _wait_transfers([dist.P2POp(dist.isend, lengths, load.owner)])
+            wait_transfers([dist.P2POp(dist.isend, lengths, load.owner)])
         raw = [piece for message in messages for piece in message.pieces]
         if raw and sum(map(len, raw)):
-            _wait_transfers([dist.P2POp(dist.isend, torch.cat(raw), load.owner)])
+            wait_transfers([dist.P2POp(dist.isend, torch.cat(raw), load.owner)])
 
     def _receive_parts(self, load: PlannedBucket, earlier: PreviousExport | None) -> dict[int, ReceivedParts]:
         """Receive the messages of all other ranks for a bucket, by rank."""
@@ -182,13 +175,13 @@ class MegatronHfExport:
         counts = {giver: torch.full((len(parts),), ALL_CHANGED) for giver, parts in expected.items()}
         if earlier is not None:
             counts = {giver: lengths.to(self._world.device) for giver, lengths in counts.items()}
-            _wait_transfers([dist.P2POp(dist.irecv, lengths, giver) for giver, lengths in counts.items()])
+            wait_transfers([dist.P2POp(dist.irecv, lengths, giver) for giver, lengths in counts.items()])
         received = {}
         for giver, parts in expected.items():
             changed = counts[giver].tolist()
             size = sum(message_bytes(one, *part) for one, part in zip(changed, parts, strict=True))
             received[giver] = ReceivedParts(torch.empty(size, dtype=torch.uint8, device=self._world.device), changed)
-        _wait_transfers([dist.P2POp(dist.irecv, one.raw, giver) for giver, one in received.items() if len(one.raw)])
+        wait_transfers([dist.P2POp(dist.irecv, one.raw, giver) for giver, one in received.items() if len(one.raw)])
         return received
 
     def _assemble(
@@ -198,7 +191,7 @@ class MegatronHfExport:
         wholes: dict[str, Tensor] = {}
         for number, tensor, part, giver in load.parts():
             own = self._local(part).to(tensor.dtype) if giver == self._world.rank else None
-            if own is not None and len(load.members[number].parts) == 1 and own.shape == torch.Size(tensor.shape):
+            if own is not None and len(load.members[number][0].parts) == 1 and own.shape == torch.Size(tensor.shape):
                 wholes[tensor.name] = own
                 continue
             if tensor.name not in wholes:  # changes are applied to the values of the last export
@@ -218,11 +211,6 @@ class MegatronHfExport:
         """Slice one of this rank's parts out of its parameter."""
         parameter = self._weights[part.entry.megatron].detach()
         return self._placement.own_shard(part.entry).split(parameter)[part.number]
-
-
-def _wait_transfers(transfers: list[dist.P2POp]) -> None:
-    for work in dist.batch_isend_irecv(transfers) if transfers else ():
-        work.wait()
 
 
 def _assign_owners(
