@@ -1,58 +1,51 @@
-"""Advantages per response token from rewards per sample: GRPO, RLOO, GAE, REINFORCE++, whitening, distillation.
+"""Advantages per response token from rewards per sample: GRPO, GAE, REINFORCE++, whitening, distillation.
 
 Invariant: the result has exactly the length of each response; masked tokens keep a value and are dropped by the loss.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from slime.algorithms.rewards import reward_groups
+Advantages = tuple[list[Tensor], list[Tensor]]
+"""(advantages, returns), one tensor for each sample."""
 
 
-def grpo_advantages(rewards: Sequence[float], response_lengths: Sequence[int]) -> list[Tensor]:
+@dataclass(frozen=True)
+class EstimatorInputs:
+    """Inputs of an estimator; lists have one entry per sample, tensors one number per response token."""
+
+    rewards: Sequence[float]
+    masks: Sequence[Tensor]
+    kl: Sequence[Tensor] | None = None
+    values: Sequence[Tensor] | None = None
+    placed: Sequence[Tensor] | None = None
+    """Rewards of single turns, at tokens of these turns."""
+    kl_coef: float = 0.0
+    gamma: float = 1.0
+    lambd: float = 1.0
+
+    def samples(self) -> Iterator[tuple[float, Tensor, Tensor | None, Tensor | None]]:
+        """Yield (reward, mask, KL, rewards of turns) of each sample."""
+        none = [None] * len(self.rewards)
+        return zip(self.rewards, self.masks, self.kl or none, self.placed or none, strict=True)
+
+
+def grpo_advantages(given: EstimatorInputs) -> Advantages:
     """Give every token of a response its reward: A_t = r.
 
     GRPO with outcome supervision (Shao et al. 2024, "DeepSeekMath"), and the methods that share it (Dr. GRPO, DAPO,
     GSPO, CISPO, RLOO).
     """
-    return [
-        torch.full((length,), reward, dtype=torch.float32)
-        for reward, length in zip(rewards, response_lengths, strict=True)
+    advantages = [
+        torch.full((len(mask),), reward, dtype=torch.float32)
+        for reward, mask in zip(given.rewards, given.masks, strict=True)
     ]
-
-
-def leave_one_out_rewards(
-    rewards: Sequence[float],
-    group_indices: Sequence[Hashable],
-    rollout_ids: Sequence[Hashable] | None = None,
-    *,
-    population: str = "auto",
-    excluded: Sequence[bool] | None = None,
-    before_penalty: Sequence[float] | None = None,
-) -> list[float]:
-    """Subtract from each reward the mean reward of the other rollouts of its group.
-
-    RLOO (Ahmadian et al. 2024, "Back to Basics"): r_i = R_i - mean of R_j over the other rollouts j of its group.
-    Invariant: groups are formed by group index; rewards are compared within the population of `rewards.py` (rollouts,
-    or the samples of the other rollouts). An excluded sample (its rollout failed) is not counted and receives zero; a
-    rollout without others in its group receives zero too.
-    """
-    advantages = [0.0] * len(rewards)
-    for group in reward_groups(rewards, group_indices, rollout_ids, excluded, population, before_penalty):
-        if len(group.positions) < 2:
-            continue
-        counted = [own[:1] if group.counts_rollouts else own for own in group.values]
-        sums, counts = np.array([sum(own) for own in counted]), np.array([len(own) for own in counted])
-        others = ((sums.sum() - sums) / (counts.sum() - counts)).tolist()
-        for baseline, positions, values in zip(others, group.positions, group.values, strict=True):
-            for position, value in zip(positions, values, strict=True):
-                advantages[position] = value - baseline
-    return advantages
+    return advantages, list(advantages)
 
 
 def discounted_returns(rewards: Tensor, gamma: float) -> Tensor:
@@ -124,74 +117,50 @@ def gae_of_rows(rewards_BT: Tensor, values_BT: Tensor, *, gamma: float, lambd: f
     return advantages, advantages + values_BT
 
 
-def ppo_advantages(
-    rewards: Sequence[float],
-    values: Sequence[Tensor],
-    kl: Sequence[Tensor] | None,
-    masks: Sequence[Tensor],
-    *,
-    kl_coef: float,
-    gamma: float,
-    lambd: float,
-    placed: Sequence[Tensor] | None = None,
-) -> tuple[list[Tensor], list[Tensor]]:
+def ppo_advantages(given: EstimatorInputs) -> Advantages:
     """Compute GAE of each sample, with its reward at the last unmasked token and the KL charged at every unmasked one.
 
-    Rewards of single turns are added from `placed`.
+    Rewards of single turns are added.
     """
+    assert given.values is not None, "an estimator with a critic has its values"
     advantages, returns = [], []
-    penalties = [None] * len(rewards) if kl is None else kl
-    own = [None] * len(rewards) if placed is None else placed
-    for reward, value, penalty, mask, turns in zip(rewards, values, penalties, masks, own, strict=True):
-        by_token = token_rewards(reward, penalty, mask, kl_coef=kl_coef, dtype=value.dtype, placed=turns)
-        advantage, target = gae(by_token, value, mask, gamma=gamma, lambd=lambd)
+    for value, (reward, mask, kl, placed) in zip(given.values, given.samples(), strict=True):
+        by_token = token_rewards(reward, kl, mask, kl_coef=given.kl_coef, dtype=value.dtype, placed=placed)
+        advantage, target = gae(by_token, value, mask, gamma=given.gamma, lambd=given.lambd)
         advantages.append(advantage)
         returns.append(target)
     return advantages, returns
 
 
-def reinforce_plus_plus_advantages(
-    rewards: Sequence[float],
-    kl: Sequence[Tensor] | None,
-    masks: Sequence[Tensor],
-    *,
-    kl_coef: float,
-    gamma: float,
-    placed: Sequence[Tensor] | None = None,
-) -> list[Tensor]:
+def reinforce_plus_plus_advantages(given: EstimatorInputs) -> Advantages:
     """Compute the returns of each sample's token rewards; a sample whose tokens are all masked gets zeros.
 
     REINFORCE++ (Hu et al. 2025, "REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage
     Normalization"), before whitening, which replaces a critic's baseline:
         A_t = G_t = sum_k gamma^k r_{t+k},  r_t = -beta kl_t m_t + [t last unmasked] R
-    Rewards of single turns are added from `placed`.
+    Rewards of single turns are added.
     """
     advantages = []
-    penalties = [None] * len(rewards) if kl is None else kl
-    own = [None] * len(rewards) if placed is None else placed
-    for reward, penalty, mask, turns in zip(rewards, penalties, masks, own, strict=True):
-        earned, dtype = reward if mask.any() else 0.0, reward_dtype(penalty, mask)
-        by_token = token_rewards(earned, penalty, mask, kl_coef=kl_coef, dtype=dtype, placed=turns)
-        advantages.append(discounted_returns(by_token, gamma))
-    return advantages
+    for reward, mask, kl, placed in given.samples():
+        earned, dtype = reward if mask.any() else 0.0, reward_dtype(kl, mask)
+        by_token = token_rewards(earned, kl, mask, kl_coef=given.kl_coef, dtype=dtype, placed=placed)
+        advantages.append(discounted_returns(by_token, given.gamma))
+    return advantages, list(advantages)
 
 
-def reinforce_plus_plus_baseline_advantages(
-    rewards: Sequence[float], kl: Sequence[Tensor] | None, masks: Sequence[Tensor], *, kl_coef: float
-) -> list[Tensor]:
+def reinforce_plus_plus_baseline_advantages(given: EstimatorInputs) -> Advantages:
     """Give every token the reward of its sample, less the KL of each unmasked token.
 
     REINFORCE++ with baseline, before whitening:
         A_t = r - beta kl_t m_t,  r the reward less its group's mean
     """
     advantages = []
-    penalties = [None] * len(rewards) if kl is None else kl
-    for reward, penalty, mask in zip(rewards, penalties, masks, strict=True):
-        advantage = torch.full((len(mask),), reward, dtype=reward_dtype(penalty, mask), device=mask.device)
-        if penalty is not None and kl_coef != 0:
-            advantage = torch.where(mask != 0, advantage - kl_coef * penalty, advantage)
+    for reward, mask, kl, _ in given.samples():
+        advantage = torch.full((len(mask),), reward, dtype=reward_dtype(kl, mask), device=mask.device)
+        if kl is not None and given.kl_coef != 0:
+            advantage = torch.where(mask != 0, advantage - given.kl_coef * kl, advantage)
         advantages.append(advantage)
-    return advantages
+    return advantages, list(advantages)
 
 
 def whitening_sums(advantages: Tensor, mask: Tensor) -> Tensor:

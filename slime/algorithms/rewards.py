@@ -26,6 +26,19 @@ POPULATIONS = ("auto", "rollouts", "samples")
 
 
 @dataclass(frozen=True)
+class RewardGroups:
+    """The groups within which rewards are compared; without `rollout_ids` every sample is its own rollout."""
+
+    group_indices: Sequence[Hashable]
+    rollout_ids: Sequence[Hashable] | None = None
+    excluded: Sequence[bool] | None = None
+    population: str = "auto"
+    divide_by_std: bool = True
+    before_penalty: Sequence[float] | None = None
+    """Rewards before the penalty for length, from which the population `auto` chooses; None: the rewards themselves."""
+
+
+@dataclass(frozen=True)
 class RewardGroup:
     """One group: for each of its rollouts, the positions of its samples and the values that are compared."""
 
@@ -34,33 +47,24 @@ class RewardGroup:
     counts_rollouts: bool
 
 
-def reward_groups(
-    rewards: Sequence[float],
-    group_indices: Sequence[Hashable],
-    rollout_ids: Sequence[Hashable] | None,
-    excluded: Sequence[bool] | None,
-    population: str,
-    before_penalty: Sequence[float] | None = None,
-) -> list[RewardGroup]:
-    """Collect the groups without their excluded samples; without `rollout_ids` every sample is its own rollout.
-
-    The mean of equal rewards is that reward, without rounding.
-    """
+def reward_groups(rewards: Sequence[float], compared: RewardGroups) -> list[RewardGroup]:
+    """Collect the groups without their excluded samples. The mean of equal rewards is that reward, without rounding."""
+    group_indices, excluded = compared.group_indices, compared.excluded
     if len(rewards) != len(group_indices):
         raise ValueError(f"{len(rewards)} rewards but {len(group_indices)} group indices")
-    rollouts = range(len(rewards)) if rollout_ids is None else rollout_ids
+    rollouts = range(len(rewards)) if compared.rollout_ids is None else compared.rollout_ids
     skip = [False] * len(rewards) if excluded is None else excluded
     members: dict[Hashable, dict[Hashable, list[int]]] = {}
     for position, (group, rollout, out) in enumerate(zip(group_indices, rollouts, skip, strict=True)):
         if not out:
             members.setdefault(group, {}).setdefault(rollout, []).append(position)
-    judged = rewards if before_penalty is None else before_penalty
+    judged = rewards if compared.before_penalty is None else compared.before_penalty
     groups = []
     for samples in members.values():
         positions = list(samples.values())
         values = [[float(rewards[i]) for i in own] for own in positions]
-        counts_rollouts = population == "rollouts"
-        if population == "auto":
+        counts_rollouts = compared.population == "rollouts"
+        if compared.population == "auto":
             counts_rollouts = all(judged[i] == judged[own[0]] for own in positions for i in own)
         if counts_rollouts:
             values = [[own[0] if min(own) == max(own) else sum(own) / len(own)] * len(own) for own in values]
@@ -68,17 +72,9 @@ def reward_groups(
     return groups
 
 
-def normalize_group_rewards(
-    rewards: Sequence[float],
-    group_indices: Sequence[Hashable],
-    rollout_ids: Sequence[Hashable] | None = None,
-    *,
-    population: str = "auto",
-    divide_by_std: bool = True,
-    excluded: Sequence[bool] | None = None,
-    before_penalty: Sequence[float] | None = None,
-) -> list[float]:
+def normalize_group_rewards(rewards: Sequence[float], compared: RewardGroups) -> list[float]:
     """Centre each reward on its group, and divide it by the group's standard deviation if it has several members."""
+    group_indices, rollout_ids, excluded = compared.group_indices, compared.rollout_ids, compared.excluded
     if len(rewards) != len(group_indices):
         raise ValueError(f"{len(rewards)} rewards but {len(group_indices)} group indices")
     normalized = np.zeros(len(rewards))
@@ -89,7 +85,7 @@ def normalize_group_rewards(
         values, group = np.array(rewards, dtype=np.float64)[kept], all_groups[kept]
         counted, counted_in = values, group
     else:
-        groups = reward_groups(rewards, group_indices, rollout_ids, excluded, population, before_penalty)
+        groups = reward_groups(rewards, compared)
         kept, values, group = _columns(groups, once=False)
         _, counted, counted_in = _columns(groups, once=True)
     counts = np.bincount(counted_in) if len(counted_in) else np.zeros(0, dtype=np.int64)
@@ -99,7 +95,7 @@ def normalize_group_rewards(
         alike = np.flatnonzero(counts == size)
         table = in_order[begins[alike][:, None] + np.arange(size)]
         means[alike] = table.mean(axis=1)
-        if divide_by_std and size > 1:
+        if compared.divide_by_std and size > 1:
             scales[alike] = table.std(axis=1, ddof=1) + STD_EPSILON
     normalized[kept] = (values - means[group]) / scales[group]
     return normalized.tolist()
@@ -114,6 +110,27 @@ def _columns(groups: Sequence[RewardGroup], *, once: bool) -> tuple[np.ndarray, 
             rows += [(position, value, number) for position, value in zip(positions[:last], values[:last], strict=True)]
     table = np.array(rows, dtype=np.float64).reshape(-1, 3)
     return table[:, 0].astype(np.int64), table[:, 1], table[:, 2].astype(np.int64)
+
+
+def leave_one_out_rewards(rewards: Sequence[float], compared: RewardGroups) -> list[float]:
+    """Subtract from each reward the mean reward of the other rollouts of its group.
+
+    RLOO (Ahmadian et al. 2024, "Back to Basics"): r_i = R_i - mean of R_j over the other rollouts j of its group.
+    Invariant: groups are formed by group index; rewards are compared within the population (rollouts, or the
+    samples of the other rollouts). An excluded sample (its rollout failed) is not counted and receives zero; a
+    rollout without others in its group receives zero too.
+    """
+    advantages = [0.0] * len(rewards)
+    for group in reward_groups(rewards, compared):
+        if len(group.positions) < 2:
+            continue
+        counted = [own[:1] if group.counts_rollouts else own for own in group.values]
+        sums, counts = np.array([sum(own) for own in counted]), np.array([len(own) for own in counted])
+        others = ((sums.sum() - sums) / (counts.sum() - counts)).tolist()
+        for baseline, positions, values in zip(others, group.positions, group.values, strict=True):
+            for position, value in zip(positions, values, strict=True):
+                advantages[position] = value - baseline
+    return advantages
 
 
 def overlong_penalties(

@@ -41,14 +41,7 @@ from slime.train.backend import POLICY, Builder, LossOutcome, Objective, Objecti
 from slime.train.checkpoints.folder import CheckpointFolder, TrainState
 from slime.train.checkpoints.writer import CheckpointDraft
 from slime.train.losses.objectives import CustomObjective, supervised_loss, value_loss
-from slime.train.losses.policy import (
-    ABS_DIFF,
-    ADVANTAGE_MAX,
-    PolicyObjective,
-    max_log_prob_gap,
-    max_unmasked,
-    set_importance_scale,
-)
+from slime.train.losses.policy import ABS_DIFF, ADVANTAGE_MAX, PolicyObjective, max_unmasked
 from slime.train.lr_schedule import Rates, RateSchedule
 from slime.train.samples.micro_batch import MicroBatch, mismatch
 from slime.train.samples.rollout_data import RolloutData, collect, report_nonfinite
@@ -335,7 +328,7 @@ class Actor(TrainedModel):
     ) -> dict[str, float]:
         """Run optimizer step `step_id` of the rollout; a step without an update adds its reason to `warnings`."""
         if self._objective is not None:
-            set_importance_scale(self._objective.settings.correction, micro_batches, self.topology.data)
+            self._objective.set_importance_scale(micro_batches, self.topology.data)
         metrics = self.update(
             rollout_id,
             step_id,
@@ -369,7 +362,7 @@ class Actor(TrainedModel):
             return LossOutcome(*supervised_loss(micro, log_probs))
         loss, sums = self._objective(micro, log_probs, entropy)
         maxima = {ADVANTAGE_MAX: max_unmasked(micro, micro.columns["advantages"].abs())}
-        gap = max_log_prob_gap(self._objective, micro, log_probs)
+        gap = self._objective.max_log_prob_gap(micro, log_probs)
         if micro.train_log_probs is None:
             micro.train_log_probs = log_probs.detach()
         return LossOutcome(loss, sums, maxima if gap is None else maxima | {f"{ABS_DIFF}_max": gap})

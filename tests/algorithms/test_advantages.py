@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slime.algorithms.advantages import (
+    EstimatorInputs,
     grpo_advantages,
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
@@ -23,8 +24,9 @@ from tests.algorithms.ragged import Ragged, leaf, ragged
 
 
 def test_grpo_spreads_the_reward_over_the_response() -> None:
-    advantages = grpo_advantages([0.5, -1.0], [3, 1])
+    advantages, returns = grpo_advantages(EstimatorInputs([0.5, -1.0], [torch.ones(3), torch.zeros(1)]))
     assert [a.tolist() for a in advantages] == [[0.5, 0.5, 0.5], [-1.0]]
+    assert [r.tolist() for r in returns] == [[0.5, 0.5, 0.5], [-1.0]]
 
 
 @given(ragged(), st.sampled_from([0.0, 0.9, 1.0]), st.booleans(), st.booleans())
@@ -32,8 +34,9 @@ def test_reinforce_plus_plus_matches_a_token_loop(batch: Ragged, gamma: float, w
     rewards = batch.numbers(0)[: len(batch.lengths)].tolist()
     kls, masks = batch.parts(batch.numbers(1)), batch.parts(batch.mask)
     turns = batch.parts(batch.numbers(2) * with_turns)
-    got = reinforce_plus_plus_advantages(
-        rewards, kls if with_kl else None, masks, kl_coef=0.2, gamma=gamma, placed=turns if with_turns else None
+    kl_or_none, turns_or_none = kls if with_kl else None, turns if with_turns else None
+    got, _ = reinforce_plus_plus_advantages(
+        EstimatorInputs(rewards, masks, kl_or_none, placed=turns_or_none, kl_coef=0.2, gamma=gamma)
     )
     assert len(got) == len(rewards)
     for i, reward in enumerate(rewards):
@@ -50,7 +53,8 @@ def test_reinforce_plus_plus_matches_a_token_loop(batch: Ragged, gamma: float, w
 def test_reinforce_plus_plus_baseline_matches_a_token_loop(batch: Ragged, with_kl: bool) -> None:
     rewards = batch.numbers(0)[: len(batch.lengths)].tolist()
     kls, masks = batch.parts(batch.numbers(1)), batch.parts(batch.mask)
-    got = reinforce_plus_plus_baseline_advantages(rewards, kls if with_kl else None, masks, kl_coef=0.2)
+    kl_or_none = kls if with_kl else None
+    got, _ = reinforce_plus_plus_baseline_advantages(EstimatorInputs(rewards, masks, kl_or_none, kl_coef=0.2))
     assert len(got) == len(rewards)
     for i, reward in enumerate(rewards):
         charged = [0.2 * k * m if with_kl else 0.0 for k, m in zip(kls[i].tolist(), masks[i].tolist(), strict=True)]
@@ -60,14 +64,15 @@ def test_reinforce_plus_plus_baseline_matches_a_token_loop(batch: Ragged, with_k
 def test_reinforce_plus_plus_charges_no_kl_at_masked_tokens() -> None:
     masks = [torch.tensor([0, 0]), torch.tensor([1, 0])]
     kl = [torch.full((2,), math.inf), torch.tensor([0.5, math.nan])]
-    got = reinforce_plus_plus_advantages([5.0, 2.0], kl, masks, kl_coef=1.0, gamma=1.0)
+    given_kl = EstimatorInputs([5.0, 2.0], masks, kl, kl_coef=1.0)
+    got, _ = reinforce_plus_plus_advantages(given_kl)
     assert [g.tolist() for g in got] == [[0.0, 0.0], [1.5, 0.0]]
-    baseline = reinforce_plus_plus_baseline_advantages([5.0, 2.0], kl, masks, kl_coef=1.0)
+    baseline, _ = reinforce_plus_plus_baseline_advantages(given_kl)
     assert [b.tolist() for b in baseline] == [[5.0, 5.0], [1.5, 2.0]]
 
 
 def test_result_is_float32_without_kl_and_with_integer_masks() -> None:
-    got = reinforce_plus_plus_advantages([1.0], None, [torch.tensor([1, 1])], kl_coef=0.1, gamma=0.5)
+    got, _ = reinforce_plus_plus_advantages(EstimatorInputs([1.0], [torch.tensor([1, 1])], kl_coef=0.1, gamma=0.5))
     assert (got[0].dtype, got[0].tolist()) == (torch.float32, [0.5, 1.0])
 
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slime.algorithms.advantages import discounted_returns, gae, ppo_advantages
+from slime.algorithms.advantages import EstimatorInputs, discounted_returns, gae, ppo_advantages
 from slime.algorithms.policy_loss import clipped_value_loss
 from tests.algorithms.ragged import Ragged, leaf, ragged
 
@@ -89,15 +89,9 @@ def test_ppo_charges_kl_and_adds_the_reward_at_the_last_token(
     rewards = batch.numbers(0)[: len(batch.lengths)].tolist()
     values, kls, masks = (batch.parts(x) for x in (batch.numbers(1), batch.numbers(2), batch.mask))
     turns = batch.parts(batch.numbers(3) * with_turns)
+    kl_or_none, turns_or_none = kls if with_kl else None, turns if with_turns else None
     advantages, returns = ppo_advantages(
-        rewards,
-        values,
-        kls if with_kl else None,
-        masks,
-        kl_coef=0.3,
-        gamma=gamma,
-        lambd=lambd,
-        placed=turns if with_turns else None,
+        EstimatorInputs(rewards, masks, kl_or_none, values, turns_or_none, kl_coef=0.3, gamma=gamma, lambd=lambd)
     )
     assert len(advantages) == len(returns) == len(rewards)
     for i, reward in enumerate(rewards):
@@ -112,15 +106,8 @@ def test_ppo_charges_kl_and_adds_the_reward_at_the_last_token(
 
 
 def test_float32_values_with_integer_masks_stay_float32() -> None:
-    advantages, returns = ppo_advantages(
-        [1.0],
-        [torch.zeros(2)],
-        [torch.zeros(2, dtype=torch.float64)],
-        [torch.tensor([1, 1])],
-        kl_coef=1.0,
-        gamma=1.0,
-        lambd=1.0,
-    )
+    kl, values = [torch.zeros(2, dtype=torch.float64)], [torch.zeros(2)]
+    advantages, returns = ppo_advantages(EstimatorInputs([1.0], [torch.tensor([1, 1])], kl, values, kl_coef=1.0))
     assert (advantages[0].dtype, returns[0].dtype) == (torch.float32, torch.float32)
     assert returns[0].tolist() == [1.0, 1.0]
 

@@ -9,8 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.algorithms.advantages import leave_one_out_rewards
-from slime.algorithms.rewards import POPULATIONS, normalize_group_rewards, overlong_penalties
+from slime.algorithms.rewards import (
+    POPULATIONS,
+    RewardGroups,
+    leave_one_out_rewards,
+    normalize_group_rewards,
+    overlong_penalties,
+)
 from tests.rows import examples
 
 SAMPLES = st.lists(
@@ -33,9 +38,7 @@ def population_values(samples, group: int, population: str) -> dict[int, list[fl
 @given(SAMPLES, st.booleans(), st.sampled_from(POPULATIONS))
 def test_rewards_are_normalized_within_their_population(samples, divide: bool, population: str) -> None:
     rewards, groups, rollouts, excluded = ([s[k] for s in samples] for k in range(4))
-    got = normalize_group_rewards(
-        rewards, groups, rollouts, population=population, divide_by_std=divide, excluded=excluded
-    )
+    got = normalize_group_rewards(rewards, RewardGroups(groups, rollouts, excluded, population, divide))
     for i, (reward, group, rollout, out) in enumerate(samples):
         members = population_values(samples, group, population)
         values = [value for own in members.values() for value in own]
@@ -57,7 +60,7 @@ REWARDS = st.one_of(st.sampled_from([0.0, 0.1, 0.8, 1.0]), st.floats(-1e9, 1e9))
 )
 def test_advantages_are_bounded_by_the_root_of_the_group_size(samples, population: str) -> None:
     rewards, groups, rollouts, excluded = ([s[k] for s in samples] for k in range(4))
-    got = normalize_group_rewards(rewards, groups, rollouts, population=population, excluded=excluded)
+    got = normalize_group_rewards(rewards, RewardGroups(groups, rollouts, excluded, population))
     for value, group in zip(got, groups, strict=True):
         assert abs(value) <= math.sqrt(groups.count(group)) + 1e-9
 
@@ -76,14 +79,14 @@ def test_split_rollouts_are_normalized_by_each_population(
 ) -> None:
     """Two rollouts of five samples with equal means; three rollouts, the first with three samples."""
     rollouts = [0] * 5 + [1] * 5 if len(rewards) == 10 else [0, 0, 0, 1, 2]
-    got = normalize_group_rewards(rewards, [0] * len(rewards), rollouts, population=population)
+    got = normalize_group_rewards(rewards, RewardGroups([0] * len(rewards), rollouts, population=population))
     assert got[:5] == pytest.approx(expected, abs=3e-6)
 
 
 @given(SAMPLES, st.sampled_from(POPULATIONS))
 def test_leave_one_out_excludes_the_own_rollout(samples, population: str) -> None:
     rewards, groups, rollouts, excluded = ([s[k] for s in samples] for k in range(4))
-    got = leave_one_out_rewards(rewards, groups, rollouts, population=population, excluded=excluded)
+    got = leave_one_out_rewards(rewards, RewardGroups(groups, rollouts, excluded, population))
     for i, (reward, group, rollout, out) in enumerate(samples):
         members = population_values(samples, group, population)
         others = [value for other, own in members.items() if other != rollout for value in own]
@@ -95,20 +98,20 @@ def test_leave_one_out_excludes_the_own_rollout(samples, population: str) -> Non
 
 @pytest.mark.parametrize("function", [normalize_group_rewards, leave_one_out_rewards])
 def test_excluded_samples_get_zero_and_do_not_affect_the_others(function) -> None:
-    with_failure = function([1, 0, math.nan], [0, 0, 0], excluded=[False, False, True])
-    assert with_failure[:2] == function([1, 0], [0, 0])
+    with_failure = function([1, 0, math.nan], RewardGroups([0, 0, 0], excluded=[False, False, True]))
+    assert with_failure[:2] == function([1, 0], RewardGroups([0, 0]))
     assert with_failure[2] == 0.0
 
 
 @pytest.mark.parametrize("function", [normalize_group_rewards, leave_one_out_rewards])
 def test_single_samples_and_equal_rewards_give_zero(function) -> None:
-    assert function([0.25] * 4, [0, 0, 0, 7]) == [0.0] * 4
+    assert function([0.25] * 4, RewardGroups([0, 0, 0, 7])) == [0.0] * 4
 
 
 @pytest.mark.parametrize("function", [normalize_group_rewards, leave_one_out_rewards])
 def test_rejects_different_numbers_of_rewards_and_groups(function) -> None:
     with pytest.raises(ValueError, match="2 rewards but 1 group indices"):
-        function([1.0, 2.0], [0])
+        function([1.0, 2.0], RewardGroups([0]))
 
 
 @given(

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from slime.algorithms.advantages import (
+    EstimatorInputs,
     gae,
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
@@ -44,8 +45,8 @@ def test_input_dtype_is_preserved(dtype, mask) -> None:
         rejection_mask(x, y, mask, lengths, level="geometric", lower=0.5, upper=2.0, veto_threshold=0.1),
         *clipped_value_loss(x, y, x, value_clip=0.2),
         *gae(x, y, mask, gamma=0.9, lambd=0.9),
-        *reinforce_plus_plus_advantages([1.0], [x], [mask], kl_coef=0.1, gamma=0.9),
-        *reinforce_plus_plus_baseline_advantages([1.0], [x], [mask], kl_coef=0.1),
+        *reinforce_plus_plus_advantages(EstimatorInputs([1.0], [mask], [x], kl_coef=0.1, gamma=0.9))[0],
+        *reinforce_plus_plus_baseline_advantages(EstimatorInputs([1.0], [mask], [x], kl_coef=0.1))[0],
         *subtract_reverse_kl([x], [y], [x], 0.5),
     ]
     assert {values.dtype for values in found} == {dtype}

@@ -14,8 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slime.algorithms.advantages import EstimatorInputs
 from slime.algorithms.estimators import ESTIMATORS as REGISTRY
-from slime.algorithms.estimators import Estimator, EstimatorInputs, RewardGroups
+from slime.algorithms.estimators import Estimator
+from slime.algorithms.rewards import RewardGroups
 from slime.config.algorithm import algorithm_contradictions, uses_group_baseline
 from slime.data.sample import Sample
 from slime.driver.recovery import RESTARTABLE_ERRORS

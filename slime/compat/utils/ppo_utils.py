@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slime.algorithms.advantages import (
+    EstimatorInputs,
     gae_of_rows,
     grpo_advantages,
     reinforce_plus_plus_advantages,
@@ -104,7 +105,7 @@ def calculate_log_probs_and_entropy(
 
 def get_grpo_returns(rewards: Rewards, kl: Tensors) -> list[Tensor]:
     """Return the reward of each sample at each of its tokens."""
-    returns = grpo_advantages([float(reward) for reward in rewards], [len(part) for part in kl])
+    returns, _ = grpo_advantages(EstimatorInputs([float(reward) for reward in rewards], kl))
     return [found.to(part) for found, part in zip(returns, kl, strict=True)]
 
 
@@ -118,18 +119,16 @@ def get_reinforce_plus_plus_returns(
     gamma: float,
 ) -> list[Tensor]:
     """Return the discounted returns of -kl_coef kl_t and the reward at the last unmasked token."""
-    return reinforce_plus_plus_advantages(
-        [float(reward) for reward in rewards], kl, loss_masks, kl_coef=kl_coef, gamma=gamma
-    )
+    rewards = [float(reward) for reward in rewards]
+    return reinforce_plus_plus_advantages(EstimatorInputs(rewards, loss_masks, kl, kl_coef=kl_coef, gamma=gamma))[0]
 
 
 def get_reinforce_plus_plus_baseline_advantages(
     rewards: Rewards, kl: Tensors, loss_masks: Tensors, kl_coef: float
 ) -> list[Tensor]:
     """Return the reward of each sample minus kl_coef kl_t, before whitening."""
-    return reinforce_plus_plus_baseline_advantages(
-        [float(reward) for reward in rewards], kl, loss_masks, kl_coef=kl_coef
-    )
+    rewards = [float(reward) for reward in rewards]
+    return reinforce_plus_plus_baseline_advantages(EstimatorInputs(rewards, loss_masks, kl, kl_coef=kl_coef))[0]
 
 
 def get_advantages_and_returns(

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slime.algorithms.advantages import reverse_kl, subtract_reverse_kl, whiten, whitening_sums
-from slime.algorithms.estimators import EstimatorInputs
+from slime.algorithms.advantages import EstimatorInputs, reverse_kl, subtract_reverse_kl, whiten, whitening_sums
 from slime.algorithms.policy_loss import approximate_kl
 from slime.config import Config
 from slime.config.algorithm import estimator_of
@@ -41,8 +40,7 @@ def set_advantages(config: Config, data: RolloutData, ranks: RankSum) -> None:
             gamma=config.gamma,
             lambd=config.lambd,
         )
-        advantages, returns = estimator_of(config).advantages(given)
-        data["advantages"], data["returns"] = list(advantages), list(returns)
+        data["advantages"], data["returns"] = estimator_of(config).advantages(given)
     if config.use_opd:
         if "teacher_log_probs" not in data:
             raise UserError("--use-opd: the samples have no teacher log-probs; the rollout must set teacher_log_probs")

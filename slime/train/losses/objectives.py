@@ -118,8 +118,7 @@ def response_log_probs(
 def policy_loss(config: Config, batch: Batch, logits: Tensor, reducer: Reducer) -> tuple[Tensor, Metrics]:
     """Compute the surrogate loss with entropy, KL and corrections according to the flags."""
     objective = PolicyObjective(config)
-    correction = objective.settings.correction
-    if correction is not None and correction.batch_normalize:
+    if objective.normalizes_weights:
         raise UserError(
             "--tis-batch-normalize needs the importance weights of a whole step, but a custom loss gets one "
             "micro-batch: remove the flag, or use --loss-type policy_loss"

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from slime.algorithms.estimators import TOKEN, RewardGroups
-from slime.algorithms.rewards import overlong_penalties
+from slime.algorithms.estimators import TOKEN
+from slime.algorithms.rewards import RewardGroups, overlong_penalties
 from slime.config import Config
 from slime.config.algorithm import estimator_of
 from slime.config.plugins import load_function
