@@ -10,11 +10,20 @@ changes how numbers are rounded: it depends on sizes and flags, never on the fre
     u = scale * (hidden @ weight.T + bias);  v = softcap * tanh(u / softcap);  z = v / temperature
     log p(y) = z_y - logsumexp(z);           H = logsumexp(z) - sum_j p_j z_j
     dL/dz_j = g_logp * (1[j = y] - p_j) - g_H * p_j * (z_j - logsumexp(z) + H)
+
+Each rank may have a part of the output layer's rows (`VocabularyPart`). Invariant: values and gradients are those of
+the whole layer, on every rank. All ranks have the same hidden states and targets. Forward reduces three numbers per row
+over the ranks, backward the gradient of the hidden states, one chunk at a time.
+
+    lse = log sum_r exp(lse_r);    H = lse - sum_r exp(lse_r - lse) * mean_r;    log p(y) = z_y - lse
+
+with lse_r the log-normaliser and mean_r the mean logit of rank r's part, and z_y from the rank that has y.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -54,6 +63,38 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.add_(matmul_f32(left, right))
 
 
+class VocabularyGroup(Protocol):
+    """Reductions over the ranks that share a vocabulary; both work in place and return their argument."""
+
+    @property
+    def size(self) -> int: ...
+
+    def sum(self, values: Tensor) -> Tensor: ...
+
+    def max(self, values: Tensor) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """This rank's rows of the output layer: `first`, `first + 1`, ...; rows from `vocab_size` on are padding.
+
+    Padding is in no softmax and gets no gradient.
+    """
+
+    first: int
+    vocab_size: int
+    ranks: VocabularyGroup
+
+    def own_rows(self, weight: Tensor) -> int:
+        """Count the rows of this rank's weight that are tokens."""
+        return min(max(self.vocab_size - self.first, 0), len(weight))
+
+    def find(self, targets: Tensor, rows: int) -> Tensor:
+        """Return the column of each target in this part, -1 for a target of another rank."""
+        local = targets - self.first
+        return torch.where((local >= 0) & (local < rows), local, -1)
+
+
 class _LinearLogProbs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -66,27 +107,39 @@ class _LinearLogProbs(torch.autograd.Function):
         rows: int,
         with_entropy: bool,
         keeps: bool,
+        part: VocabularyPart | None,
     ) -> tuple[Tensor, Tensor | None]:
         ctx.set_materialize_grads(False)
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        normaliser = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
+        own = len(weight) if part is None else part.own_rows(weight)
+        columns = targets if part is None else part.find(targets, own)
+        factor, own_bias = prepared_weight(weight[:own]), None if bias is None else bias[:own]
+        normaliser = torch.full((len(hidden),), float("-inf"), dtype=dtype, device=hidden.device)
+        picked = torch.zeros_like(normaliser)
+        entropy = torch.zeros_like(normaliser) if with_entropy else None
         kept = weight.new_empty(len(hidden), len(weight)) if keeps else None
-        picked = torch.empty_like(normaliser)
-        entropy = torch.empty_like(normaliser) if with_entropy else None
-        factor = prepared_weight(weight)
-        together = rows * FUSED_SHARE if not keeps and has_fused_head(hidden, factor) else rows
-        for begin in range(0, len(hidden), together):
+        together = rows * FUSED_SHARE if part is None and not keeps and has_fused_head(hidden, factor) else rows
+        for begin in range(0, len(hidden) if own else 0, together):
             span = slice(begin, begin + together)
-            own = kept[span] if kept is not None else None
+            keep = kept[span] if kept is not None else None
             found = chunk_stats(
-                hidden[span], factor, bias, targets[span], transform, with_entropy=with_entropy, keep=own
+                hidden[span], factor, own_bias, columns[span], transform, with_entropy=with_entropy, keep=keep
             )
             normaliser[span], picked[span], entropies = found
             if entropy is not None and entropies is not None:
                 entropy[span] = entropies
+        if part is not None:
+            top = part.ranks.max(normaliser.clone())
+            share = torch.sub(normaliser, top).exp_()
+            sums = [share, picked]
+            if entropy is not None:
+                sums.append((normaliser - entropy) * share if own else torch.zeros_like(share))
+            joined = part.ranks.sum(torch.stack(sums))
+            normaliser, picked = joined[0].log().add_(top), joined[1]
+            entropy = normaliser - joined[2] / joined[0] if with_entropy else None
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy, kept)
-        ctx.transform, ctx.rows = transform, rows
-        return picked.sub_(normaliser), entropy
+        ctx.transform, ctx.rows, ctx.part = transform, rows, part
+        return picked - normaliser, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -97,35 +150,44 @@ class _LinearLogProbs(torch.autograd.Function):
             toward = grad_log_probs[:, None]  # scales a kept row
             grad_hidden = matmul_f32(kept, weight).mul_(toward).to(hidden.dtype) if need_hidden else None
             grad_weight = torch.mm(kept.t(), (hidden * toward).to(kept.dtype)) if need_weight else None
-            return grad_hidden, grad_weight, *(None,) * 6
-        accumulate = normaliser.dtype
+            return grad_hidden, grad_weight, *(None,) * 7
+        part: VocabularyPart | None = ctx.part
+        own = len(weight) if part is None else part.own_rows(weight)
+        columns = targets if part is None else part.find(targets, own)
+        factor, own_bias = prepared_weight(weight[:own]), None if bias is None else bias[:own]
+        wide = {"dtype": normaliser.dtype, "device": hidden.device}
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
-        grad_weight = torch.zeros(weight.shape, dtype=accumulate, device=weight.device) if need_weight else None
-        grad_bias = torch.zeros(bias.shape, dtype=accumulate, device=bias.device) if need_bias else None
-        factor = prepared_weight(weight)
+        grad_weight = torch.zeros(weight.shape, **wide) if need_weight else None
+        grad_bias = torch.zeros(bias.shape, **wide) if need_bias else None
         for begin in range(0, len(hidden), ctx.rows):
             span = slice(begin, begin + ctx.rows)
-            d_logits = chunk_gradient(
-                hidden[span],
-                factor,
-                bias,
-                targets[span],
-                normaliser[span],
-                grad_log_probs[span] if grad_log_probs is not None else None,
-                (grad_entropy[span], entropy[span]) if grad_entropy is not None else None,
-                ctx.transform,
-            )
-            if grad_hidden is not None:
+            if own:
+                d_logits = chunk_gradient(
+                    hidden[span],
+                    factor,
+                    own_bias,
+                    columns[span],
+                    normaliser[span],
+                    grad_log_probs[span] if grad_log_probs is not None else None,
+                    (grad_entropy[span], entropy[span]) if grad_entropy is not None else None,
+                    ctx.transform,
+                )
+                if grad_weight is not None:
+                    add_product_(grad_weight[:own], d_logits.t(), hidden[span].to(d_logits.dtype))
+                if grad_bias is not None:
+                    grad_bias[:own].add_(d_logits.sum(dim=0, dtype=normaliser.dtype))
+            if grad_hidden is None:
+                continue
+            if part is None:
                 grad_hidden[span] = torch.mm(d_logits, factor).to(hidden.dtype)
-            if grad_weight is not None:
-                add_product_(grad_weight, d_logits.t(), hidden[span].to(d_logits.dtype))
-            if grad_bias is not None:
-                grad_bias.add_(d_logits.sum(dim=0, dtype=accumulate))
+            else:
+                toward = matmul_f32(d_logits, factor) if own else torch.zeros(hidden[span].shape, **wide)
+                grad_hidden[span] = part.ranks.sum(toward).to(hidden.dtype)
         return (
             grad_hidden,
             grad_weight.to(weight.dtype) if grad_weight is not None else None,
             grad_bias.to(bias.dtype) if grad_bias is not None else None,
-            *(None,) * 5,
+            *(None,) * 6,
         )
 
 
@@ -287,12 +349,18 @@ def linear_log_probs(
     chunk_rows: int = -1,
     with_entropy: bool = False,
     keep_bytes: int = KEPT_BYTES,
+    part: VocabularyPart | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute log-probs [T] of `targets` [T] under softmax(z) and, with `with_entropy`, its entropy [T]."""
+    """Compute log-probs [T] of `targets` [T] under softmax(z) and, with `with_entropy`, its entropy [T].
+
+    With `part` the `weight` [rows, H] and the bias are those of this rank. It is a collective then: all ranks of the
+    part call it together, forward and backward.
+    """
     transform = LogitTransform(scale=scale, softcap=softcap, temperature=temperature)
-    rows = rows_per_chunk(weight.shape[0], hidden.device, chunk_rows)
-    keeps = keeps_gradients(hidden, weight, bias, keep_bytes)
-    return _LinearLogProbs.apply(hidden, weight, bias, targets, transform, rows, with_entropy, keeps)
+    vocab = len(weight) if part is None else -(-part.vocab_size // part.ranks.size)  # the same on all ranks
+    rows = rows_per_chunk(vocab, hidden.device, chunk_rows)
+    keeps = part is None and keeps_gradients(hidden, weight, bias, keep_bytes)
+    return _LinearLogProbs.apply(hidden, weight, bias, targets, transform, rows, with_entropy, keeps, part)
 
 
 class _LogProbsOfLogits(torch.autograd.Function):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slime.algorithms.vocab_parallel import VocabularyPart, vocab_parallel_log_probs
+from slime.algorithms.logprobs import VocabularyPart, linear_log_probs
 from slime.train.topology import Ranks
 from tests.algorithms.test_logprobs import inputs, reference
 from tests.peers import together
@@ -49,8 +49,8 @@ def compare_with_float64(ranks: Ranks) -> int:
         (hidden, weight, bias, targets), (own_weight, own_bias, part) = parts(ranks, torch.float64, with_bias)
         keywords = {"temperature": temperature, "softcap": softcap, "scale": scale}
         expected = reference(hidden, weight, bias, targets, **keywords)
-        got = vocab_parallel_log_probs(
-            hidden, own_weight, own_bias, targets, part, chunk_rows=chunk_rows, with_entropy=True, **keywords
+        got = linear_log_probs(
+            hidden, own_weight, own_bias, targets, part=part, chunk_rows=chunk_rows, with_entropy=True, **keywords
         )
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
         mix = torch.linspace(-1, 2, len(targets), dtype=torch.float64)
@@ -92,7 +92,7 @@ def half_precision(ranks: Ranks) -> int:
     expected, _ = reference(*exact, None, targets, 1.0, None, 1.0)
     expected.sum().backward()
     with LargestTensorMode() as largest:
-        log_probs, entropy = vocab_parallel_log_probs(hidden, own_weight, None, targets, part, chunk_rows=8)
+        log_probs, entropy = linear_log_probs(hidden, own_weight, None, targets, part=part, chunk_rows=8)
         log_probs.sum().backward()
     assert entropy is None
     assert log_probs.dtype == torch.float32

@@ -15,7 +15,7 @@ import torch
 from megatron.core import tensor_parallel
 from torch import Tensor, nn
 
-from slime.algorithms.vocab_parallel import VocabularyPart, vocab_parallel_log_probs
+from slime.algorithms.logprobs import VocabularyPart, linear_log_probs
 from slime.models.heads import OutputHead
 from slime.train.backend import ObjectiveInput
 from slime.train.backends.megatron.cp_rows import RowSlices
@@ -107,12 +107,12 @@ class PolicyHead:
             capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
             return capped[None], hidden.new_zeros(1)
         ranks = groups.tensor
-        log_probs, entropies = vocab_parallel_log_probs(
+        log_probs, entropies = linear_log_probs(
             hidden[0].index_select(0, slices.predict_index),
             weight,
             None,
             slices.targets,
-            VocabularyPart(ranks.rank * len(weight), self.vocab_size, ranks),
+            part=VocabularyPart(ranks.rank * len(weight), self.vocab_size, ranks),
             temperature=self.temperature,
             softcap=self.output.softcap,
             scale=self.output.scale,
