@@ -104,6 +104,17 @@ class TrainedAdapter:
 
 OPTIMIZER_STATE = "optimizer"
 """Kind of the resident tensors that only an update reads and writes."""
+MOMENTS, STEP = ("exp_avg", "exp_avg_sq"), "step"
+"""Adam's state of a parameter; a checkpoint has the tensors `{moment}/{name}` and `step/{name}`."""
+
+
+def has_optimizer_state(saved: SavedTensors, names: Sequence[str]) -> bool:
+    """Return True if the checkpoint has Adam's state of these tensors; raises UserError if it has a part of it."""
+    keys = [f"{part}/{name}" for part in (*MOMENTS, STEP) for name in names]
+    found = [key for key in keys if key in saved]
+    if found and found != keys:
+        raise UserError(f"checkpoint {saved.folder} is damaged: the optimizer state of {names[0]} is incomplete")
+    return bool(found)
 
 
 def choose_trainable(parameters: Mapping[str, nn.Parameter], config: Config, world: Ranks, *, known: str) -> None:

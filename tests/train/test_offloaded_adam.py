@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from slime.train.backend import MOMENTS
 from slime.train.backends.fsdp import optimizer as streamed_adam
-from slime.train.backends.fsdp.optimizer import MOMENTS, StreamedAdam, rounded
+from slime.train.backends.fsdp.optimizer import StreamedAdam, rounded
 from tests.tiny_models import make_model_folder
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples

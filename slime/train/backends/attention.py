@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import groupby, pairwise, takewhile
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,21 +56,9 @@ def chunked_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor |
     return output
 
 
-class _ChunkedContext(Protocol):
-    """Autograd context of `_ChunkedAttention`."""
-
-    rules: Rules
-    has_sinks: bool
-    saved_tensors: tuple[Tensor, ...]
-
-    def save_for_backward(self, *tensors: Tensor) -> None: ...
-
-
 class _ChunkedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: _ChunkedContext, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, rules: Rules
-    ) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, rules: Rules) -> Tensor:
         output = query.new_empty(*query.shape[:3], value.shape[3])
         normaliser = query.new_empty(query.shape[:3], dtype=_wide(query))
         for chunk in _chunks(query, key, rules):
@@ -83,12 +71,12 @@ class _ChunkedAttention(torch.autograd.Function):
                 *query.shape[:2], -1, value.shape[3]
             )
             normaliser[:, :, chunk.queries] = total.flatten(1, 2)
-        ctx.rules, ctx.has_sinks = rules, sinks is not None
+        ctx.rules = rules
         ctx.save_for_backward(query, key, value, output, normaliser, *([sinks] if sinks is not None else []))
         return output
 
     @staticmethod
-    def backward(ctx: _ChunkedContext, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, normaliser, *rest = ctx.saved_tensors
         grad = upstream[0]
         d_query = torch.empty_like(query)
@@ -196,11 +184,22 @@ def causal_attention(
     if query.is_cuda and query.dtype in HALF and plain and query.shape[-1] == value.shape[-1]:
         equal = 0 if sliding_window is not None else equal_length_tail(layout.lengths)
         return _gpu_attention(query, key, value, layout, scale, sliding_window, equal)
-    pieces = [
-        _equal_length_attention(q, k, v, scale, sliding_window, softcap, sinks)
-        for q, k, v in zip(*(_split_by_length(states, layout) for states in (query, key, value)), strict=True)
-    ]
-    return torch.cat(pieces)
+    # one split instead of a slice for each run: the gradient of every slice would be as large as the whole row
+    dtype, runs = query.dtype, equal_length_runs(layout)
+    sizes = [length * count for length, count in runs]
+    rows = zip(*(states.split(sizes) for states in (query, key, value)), strict=True)
+    outputs = []
+    for (length, count), row in zip(runs, rows, strict=True):
+        q, k, v = (block.reshape(count, length, *block.shape[1:]).transpose(1, 2) for block in row)  # [n, heads, L, D]
+        if not query.is_cuda and dtype in HALF:  # the CPU's backward takes four times as long in half precision
+            q, k, v = q.float(), k.float(), v.float()
+        window = None if sliding_window is None or sliding_window >= length else sliding_window
+        if window is None and softcap is None and sinks is None:
+            output = functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        else:
+            output = chunked_attention(q, k, v, sinks, Rules.on(q.device, scale, window, softcap))
+        outputs.append(output.to(dtype).transpose(1, 2).flatten(0, 1))
+    return torch.cat(outputs)
 
 
 def prepare_attention(device: torch.device, dtype: torch.dtype) -> None:
@@ -212,41 +211,6 @@ def prepare_attention(device: torch.device, dtype: torch.dtype) -> None:
 def equal_length_runs(layout: PackedLayout) -> list[tuple[int, int]]:
     """(length, count) of each run of neighbouring sequences with equal lengths."""
     return [(length, len(list(run))) for length, run in groupby(layout.lengths)]
-
-
-def _split_by_length(states: Tensor, layout: PackedLayout) -> Iterator[Tensor]:
-    """Split [T, heads, D] into [n, heads, L, D] for every run of n neighbouring sequences of one length L.
-
-    It uses one split instead of a slice for each run: the gradient of every slice would be as large as the whole row.
-    """
-    equal = equal_length_runs(layout)
-    blocks = states.split([length * count for length, count in equal])
-    for (length, count), block in zip(equal, blocks, strict=True):
-        yield block.reshape(count, length, *states.shape[1:]).transpose(1, 2)
-
-
-def _equal_length_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attend within each of n sequences of one length; [n, heads, L, D] to [n * L, heads, D]."""
-    dtype = query.dtype
-    if not query.is_cuda and dtype in HALF:  # the CPU's backward takes four times as long in half precision
-        query, key, value = query.float(), key.float(), value.float()
-    if window is not None and window >= query.shape[2]:
-        window = None
-    if window is None and softcap is None and sinks is None:
-        output = functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=scale, enable_gqa=True
-        )
-    else:
-        output = chunked_attention(query, key, value, sinks, Rules.on(query.device, scale, window, softcap))
-    return output.to(dtype).transpose(1, 2).flatten(0, 1)
 
 
 def equal_length_tail(lengths: Sequence[int]) -> int:

@@ -12,10 +12,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import silu, softplus
 
 from slime.algorithms.delta_rule import Chunks, causal_conv, gated_delta_rule
 from slime.errors import UserError
+from slime.train.topology import Ranks, exchange
 
 PACKAGES = {"fla": ("fla", "fla.ops.gated_delta_rule"), "flashqla": ("flash_qla", "flash_qla")}
 INSTALL = {"fla": "pip install flash-linear-attention", "flashqla": "install FlashQLA"}
@@ -86,3 +87,42 @@ class PackageKernels:
         states = [tensor[None].contiguous() for tensor in (query, key, value, decay, beta)]
         output, _ = self._rule(*states, use_qk_l2norm_in_kernel=True, cu_seqlens=self._bounds)
         return output[0]
+
+
+def mix_tokens(
+    kernels: DeltaKernels,
+    states: Sequence[Tensor],
+    conv: tuple[Tensor, Tensor | None],
+    a_log: Tensor,
+    dt_bias: Tensor,
+    value_dim: int,
+) -> Tensor:
+    """Apply the convolution and the delta rule to queries, keys, values, rates and decays [T, key heads, ...].
+
+    `conv` are the convolution's weight and bias, `a_log` and `dt_bias` those of the states' heads. Returns
+    [T, key heads, heads per key head x V].
+    """
+    q, k, v, rate, decay = states
+    mixed = kernels.conv(torch.cat([part.flatten(1) for part in (q, k, v)], dim=1), *conv)
+    widths = [part[0].numel() for part in (q, k, v)]
+    query, key, value = (part.unflatten(1, (q.shape[1], -1)) for part in mixed.split(widths, dim=1))
+    log_decay = -a_log.float().exp() * softplus(decay.flatten(1).float() + dt_bias)
+    heads = value.flatten(1).unflatten(1, (-1, value_dim))
+    return kernels.rule(query, key, heads, log_decay, rate.flatten(1).sigmoid()).reshape(value.shape)
+
+
+def to_own_heads(states: Sequence[Tensor], ranks: Ranks, order: Tensor | None = None) -> list[Tensor]:
+    """Exchange this rank's tokens [t, heads, W] for this rank's heads [T, heads / n, W].
+
+    `order`: index of each token of the row in the concatenated tokens of the ranks; None: they are in order.
+    """
+    by_rank = torch.cat(list(states), dim=2).unflatten(1, (ranks.size, -1)).transpose(0, 1)
+    received = exchange(by_rank, ranks).flatten(0, 1)
+    received = received if order is None else received.index_select(0, order)
+    return list(received.split([part.shape[2] for part in states], dim=2))
+
+
+def to_own_tokens(output: Tensor, ranks: Ranks, order: Tensor | None = None) -> Tensor:
+    """Exchange this rank's heads [T, heads / n, W] for this rank's tokens [t, heads, W]."""
+    output = output if order is None else output.index_select(0, order.argsort())
+    return exchange(output.unflatten(0, (ranks.size, -1)), ranks).transpose(0, 1).flatten(1, 2)

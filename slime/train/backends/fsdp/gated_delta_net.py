@@ -11,12 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from slime.errors import UserError
-from slime.train.backends.delta_kernels import DeltaKernels
+from slime.train.backends.delta_kernels import mix_tokens, to_own_heads, to_own_tokens
 from slime.train.backends.fsdp.packed_context import PackedContext
-from slime.train.topology import Ranks, exchange
 
 _CHILDREN = {"conv1d", "norm", "out_proj"}
 _PARAMETERS = {"A_log", "dt_bias"}
@@ -72,11 +70,9 @@ class PackedDeltaNet(nn.Module):
         ranks = self._context.sharing
         states, gate = self._project(hidden_states[0])
         if ranks is None:
-            output = self._mix(states, self._context.delta_kernels(states[0].device), 0, 1)
+            output = self._mix(states, 0, 1)
         else:
-            own = _to_own_heads(states, ranks)
-            kernels = self._context.delta_kernels(own[0].device)
-            output = _to_own_tokens(self._mix(own, kernels, ranks.rank, ranks.size), ranks)
+            output = to_own_tokens(self._mix(to_own_heads(states, ranks), ranks.rank, ranks.size), ranks)
         output = self.norm(output.reshape(-1, self._value_dim), gate.reshape(-1, self._value_dim))
         projected: Tensor = self.out_proj(output.reshape(*hidden_states.shape[:2], -1))
         return projected
@@ -94,38 +90,15 @@ class PackedDeltaNet(nn.Module):
         states = [*qkv, self.in_proj_b(hidden), self.in_proj_a(hidden)]
         return [part.unflatten(-1, (self._key_heads, -1)) for part in states], self.in_proj_z(hidden)
 
-    def _mix(self, states: list[Tensor], kernels: DeltaKernels, rank: int, size: int) -> Tensor:
+    def _mix(self, states: list[Tensor], rank: int, size: int) -> Tensor:
         """Mix tokens with the `rank`-th of `size` parts of the heads: [T, own key heads, heads per key head x V]."""
-        q, k, v, rate, decay = states
-        widths = [part[0].numel() for part in (q, k, v)]
-        weight, bias = self._conv_weights(rank, size)
-        mixed = kernels.conv(torch.cat([part.flatten(1) for part in (q, k, v)], dim=1), weight, bias)
-        query, key, value = (part.unflatten(1, (q.shape[1], -1)) for part in mixed.split(widths, dim=1))
-        own = slice(rank * self._heads // size, (rank + 1) * self._heads // size)
-        log_decay = -self.A_log[own].float().exp() * functional.softplus(decay.flatten(1).float() + self.dt_bias[own])
-        heads = value.flatten(1).unflatten(1, (-1, self._value_dim))
-        return kernels.rule(query, key, heads, log_decay, rate.flatten(1).sigmoid()).reshape(value.shape)
-
-    def _conv_weights(self, rank: int, size: int) -> tuple[Tensor, Tensor | None]:
-        """The convolution's weight and bias for the `rank`-th of `size` parts of the heads."""
-        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
-        if size == 1:
-            return weight, bias
         widths = [self._key_heads * self._key_dim] * 2 + [self._heads * self._value_dim]
 
-        def own(tensor: Tensor) -> Tensor:
-            return torch.cat([part.chunk(size)[rank] for part in tensor.split(widths)])
+        def part_of(tensor: Tensor) -> Tensor:
+            return tensor if size == 1 else torch.cat([part.chunk(size)[rank] for part in tensor.split(widths)])
 
-        return own(weight), None if bias is None else own(bias)
-
-
-def _to_own_heads(states: list[Tensor], ranks: Ranks) -> list[Tensor]:
-    """Exchange this rank's tokens [t, heads, W] for this rank's heads [T, heads / n, W]."""
-    by_rank = torch.cat(states, dim=2).unflatten(1, (ranks.size, -1)).transpose(0, 1)
-    received = exchange(by_rank, ranks).flatten(0, 1)
-    return list(received.split([part.shape[2] for part in states], dim=2))
-
-
-def _to_own_tokens(output: Tensor, ranks: Ranks) -> Tensor:
-    """Exchange this rank's heads [T, heads / n, W] for this rank's tokens [t, heads, W]."""
-    return exchange(output.unflatten(0, (ranks.size, -1)), ranks).transpose(0, 1).flatten(1, 2)
+        weight, bias = self.conv1d.weight.squeeze(1), self.conv1d.bias
+        conv = part_of(weight), None if bias is None else part_of(bias)
+        own = slice(rank * self._heads // size, (rank + 1) * self._heads // size)
+        kernels = self._context.delta_kernels(states[0].device)
+        return mix_tokens(kernels, states, conv, self.A_log[own], self.dt_bias[own], self._value_dim)

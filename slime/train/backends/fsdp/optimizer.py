@@ -19,12 +19,12 @@ from torch.optim.adamw import adamw
 
 from slime.config import Config
 from slime.models.families.tp_sharding import whole_region
+from slime.train.backend import MOMENTS
 from slime.train.backends.fsdp.sharding import local_part, local_region
 
 ParamGroup = dict[str, Any]
 """A group of parameters with its settings, as `torch.optim` defines it."""
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
 _PART = 1 << 24  # elements updated at a time: 64 MiB of each float32 moment
 _MIX = (0x85EBCA6B, 0xC2B2AE35)  # of murmur3's finalizer
 _SPREAD = 0x9E3779B1

@@ -6,7 +6,7 @@ reproducible between runs.
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -24,31 +24,25 @@ def select_first_copies(states: Tensor, shared: SharedPrompts) -> Tensor:
     return cast(Tensor, _TakeFirst.apply(states, shared))
 
 
-class _SharedContext(Protocol):
-    """Autograd context of the functions below."""
-
-    shared: SharedPrompts
-
-
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _SharedContext, computed: Tensor, shared: SharedPrompts) -> Tensor:
+    def forward(ctx: Any, computed: Tensor, shared: SharedPrompts) -> Tensor:
         ctx.shared = shared
         return computed.index_select(0, shared.place)
 
     @staticmethod
-    def backward(ctx: _SharedContext, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return sum_of_copies(grads[0], ctx.shared), None
 
 
 class _TakeFirst(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: _SharedContext, states: Tensor, shared: SharedPrompts) -> Tensor:
+    def forward(ctx: Any, states: Tensor, shared: SharedPrompts) -> Tensor:
         ctx.shared = shared
         return states.index_select(0, shared.first)
 
     @staticmethod
-    def backward(ctx: _SharedContext, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return to_first_copies(grads[0], ctx.shared), None
 
 

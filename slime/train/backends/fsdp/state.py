@@ -11,14 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
-from slime.errors import UserError
-from slime.train.backend import NamedTensor
-from slime.train.backends.fsdp.optimizer import MOMENTS, StreamedAdam
+from slime.train.backend import MOMENTS, STEP, NamedTensor, has_optimizer_state
+from slime.train.backends.fsdp.optimizer import StreamedAdam
 from slime.train.backends.fsdp.sharding import local_part, local_region
 from slime.train.checkpoints.rank_files import SavedPart
 from slime.train.checkpoints.reader import SavedTensors
-
-STEP = "step"
 
 LocalPart = tuple[str, torch.Tensor, torch.Tensor]
 """(name of a tensor, a tensor that is sharded like it, this rank's part of it)."""
@@ -69,12 +66,8 @@ def read_parts(saved: SavedTensors, tensors: Iterable[LocalPart]) -> None:
 def read_optimizer(saved: SavedTensors, optimizer: torch.optim.Optimizer, parameters: Iterable[NamedTensor]) -> None:
     """Load this rank's parts of the moments, for the parameters that have moments in the checkpoint."""
     for name, parameter in parameters:
-        keys = [f"{part}/{name}" for part in (*MOMENTS, STEP)]
-        found = [key for key in keys if key in saved]
-        if not found:
+        if not has_optimizer_state(saved, [name]):
             continue
-        if found != keys:
-            raise UserError(f"checkpoint {saved.folder} has half an optimizer state for {name}: it is damaged")
         if isinstance(optimizer, StreamedAdam):  # which decides where and in which dtype moments are
             state = optimizer.state_of(parameter)
         else:

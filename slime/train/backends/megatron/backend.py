@@ -34,7 +34,7 @@ from slime.train.backend import (
 from slime.train.backends.frozen import FrozenSets, ResidentTensors, ShardedModel
 from slime.train.backends.hf_buckets import HfBucket, HfTensor, PreviousExport
 from slime.train.backends.megatron.config import ddp_config, optimizer_config
-from slime.train.backends.megatron.embedding_and_head import OUTPUT_WEIGHT, ValueHead
+from slime.train.backends.megatron.embedding_and_head import OUTPUT_WEIGHT
 from slime.train.backends.megatron.fp32_params import find_masters
 from slime.train.backends.megatron.hf_export import MegatronHfExport
 from slime.train.backends.megatron.pipeline import StagedModel, score_passes, train_passes
@@ -276,7 +276,7 @@ def frozen_stages(model: StagedModel) -> ShardedModel[StagedModel]:
 def build_shard_map(model: StagedModel, folder: ModelFolder, own: Mapping[str, Tensor]) -> ShardMap:
     """Map the parts of a folder's tensors to ranks; a value head replaces the output layer. All ranks together."""
     entries, shapes = dict(folder.entries), {name: source.shape for name, source in folder.sources.items()}
-    if isinstance(model.head, ValueHead):
+    if model.head.output is None:  # a critic
         entries[OUTPUT_WEIGHT] = ParameterEntry(OUTPUT_WEIGHT, (VALUE_HEAD,), Replicated())
         shapes[VALUE_HEAD] = (1, int(folder.fields["hidden_size"]))
     groups = model.groups

@@ -29,8 +29,6 @@ from slime.train.backends.megatron.cpu_runtime import prepare
 from slime.train.backends.megatron.embedding_and_head import (
     OUTPUT_WEIGHT,
     Head,
-    PolicyHead,
-    ValueHead,
     emit_hidden_states,
     freeze_padding_lookups,
 )
@@ -72,49 +70,41 @@ def build_stages(
     have the user's model provider.
     """
     virtual = config.virtual_pipeline_model_parallel_size
-    stages = range(virtual) if virtual is not None and virtual > 1 else [None]
-    return [_build_stage(config, fields, vocab_multiple, value_head, vp_stage, hooks) for vp_stage in stages]
+    stages = []
+    for vp_stage in range(virtual) if virtual is not None and virtual > 1 else [None]:
+        alone = vp_stage is None
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=alone, vp_stage=vp_stage)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=alone, vp_stage=vp_stage)
 
+        def default(first: bool = first, last: bool = last, vp_stage: int | None = vp_stage) -> GPTModel:
+            return GPTModel(
+                config,
+                block_spec(config, fields, vp_stage),
+                vocab_size=padded_vocab(fields["vocab_size"], vocab_multiple, config.tensor_model_parallel_size),
+                pre_process=first,
+                post_process=last,
+                share_embeddings_and_output_weights=fields["share_embeddings_and_output_weights"] and not value_head,
+                vp_stage=vp_stage,
+                **{name: fields[name] for name in _GPT_MODEL_FIELDS if name in fields},
+            )
 
-def _build_stage(
-    config: TransformerConfig,
-    fields: Fields,
-    vocab_multiple: int,
-    value_head: bool,
-    vp_stage: int | None,
-    hooks: MegatronHooks | None,
-) -> GPTModel:
-    alone = vp_stage is None
-    first = parallel_state.is_pipeline_first_stage(ignore_virtual=alone, vp_stage=vp_stage)
-    last = parallel_state.is_pipeline_last_stage(ignore_virtual=alone, vp_stage=vp_stage)
-
-    def default() -> GPTModel:
-        return GPTModel(
-            config,
-            block_spec(config, fields, vp_stage),
-            vocab_size=padded_vocab(fields["vocab_size"], vocab_multiple, config.tensor_model_parallel_size),
-            pre_process=first,
-            post_process=last,
-            share_embeddings_and_output_weights=fields["share_embeddings_and_output_weights"] and not value_head,
-            vp_stage=vp_stage,
-            **{name: fields[name] for name in _GPT_MODEL_FIELDS if name in fields},
+        stage = default() if hooks is None else hooks.stage(config, first, last, vp_stage, default)
+        if last and value_head:
+            stage.output_layer = MegatronValueHead(config)
+        mark_tensor_parallel(stage)
+        # Gradients of experts are summed over the ranks with the same experts. Megatron does this only with several
+        # expert-parallel ranks, but ranks that shard all other matrices and have the same experts whole also need it,
+        # since they see different tokens
+        like_the_rest = (
+            config.expert_model_parallel_size == 1
+            and config.expert_tensor_parallel_size == config.tensor_model_parallel_size
         )
-
-    stage = default() if hooks is None else hooks.stage(config, first, last, vp_stage, default)
-    if last and value_head:
-        stage.output_layer = MegatronValueHead(config)
-    mark_tensor_parallel(stage)
-    # Gradients of experts are summed over the ranks with the same experts. Megatron does this only with several
-    # expert-parallel ranks, but ranks that shard all other matrices and have the same experts whole also need it, since
-    # they see different tokens
-    like_the_rest = (
-        config.expert_model_parallel_size == 1
-        and config.expert_tensor_parallel_size == config.tensor_model_parallel_size
-    )
-    for name, parameter in stage.named_parameters():
-        if ".mlp.experts." in name:
-            parameter.allreduce = like_the_rest
-    return stage if config.use_cpu_initialization else stage.cuda()  # routers are created on the host
+        for name, parameter in stage.named_parameters():
+            if ".mlp.experts." in name:
+                parameter.allreduce = like_the_rest
+        # routers are created on the host
+        stages.append(stage if config.use_cpu_initialization else stage.cuda())
+    return stages
 
 
 class MegatronValueHead(nn.Module):
@@ -146,7 +136,7 @@ class MegatronBuilder:
         return self._trained(config, start, folder, self._policy_head(folder))
 
     def critic(self, config: Config, start: InitialWeights) -> MegatronBackend:
-        return self._trained(config, start, self._folder(start), ValueHead())
+        return self._trained(config, start, self._folder(start), Head())
 
     def _trained(self, config: Config, start: InitialWeights, folder: ModelFolder, head: Head) -> MegatronBackend:
         model = self._model(config, folder, head)
@@ -184,7 +174,7 @@ class MegatronBuilder:
             settings,
             {**folder.fields, "qwen_gdn_backend": config.qwen_gdn_backend},
             vocab_multiple=folder.vocab_multiple,
-            value_head=isinstance(head, ValueHead),
+            value_head=head.output is None,
             hooks=self._hooks,
         )
         if self.groups.is_last_stage:
@@ -192,7 +182,7 @@ class MegatronBuilder:
         padding = folder.config.get_text_config().pad_token_id
         if stages[0].pre_process and padding is not None:
             freeze_padding_lookups(stages[0], padding % folder.fields["vocab_size"], self.groups.tensor)
-        repeats = config.use_routing_replay and not isinstance(head, ValueHead)
+        repeats = config.use_routing_replay and head.output is not None
         return StagedModel(
             stages, stages, head, self.groups, MegatronRoutingReplay(stages, self.groups) if repeats else None
         )
@@ -200,10 +190,10 @@ class MegatronBuilder:
     def _read(self, model: StagedModel, folder: ModelFolder) -> None:
         read_weights(model.stages, folder, self.groups, self.progress, without=_parameters_without_source(model.head))
 
-    def _policy_head(self, folder: ModelFolder) -> PolicyHead:
+    def _policy_head(self, folder: ModelFolder) -> Head:
         config = self._config
         sampled = config.loss_type != "sft_loss"  # SFT data was not sampled at a temperature
-        return PolicyHead(
+        return Head(
             folder.fields["vocab_size"],
             OutputHead.from_config(folder.config),
             temperature=config.rollout_temperature if sampled else 1.0,
@@ -230,4 +220,4 @@ class MegatronBuilder:
 
 def _parameters_without_source(head: Head) -> tuple[str, ...]:
     """Return the parameters that no folder has: a new value head stays zero."""
-    return (OUTPUT_WEIGHT,) if isinstance(head, ValueHead) else ()
+    return (OUTPUT_WEIGHT,) if head.output is None else ()

@@ -71,14 +71,41 @@ def transformer_config(
 ) -> TransformerConfig:
     """Build the config of a model from the `fields` of its family, the flags and the layout."""
     kind = MLATransformerConfig if fields.get("multi_latent_attention") else TransformerConfig
+    interleaved = layout.virtual > 1
     values = {
         **_DEFAULTS,
         **{name: value for name, value in fields.items() if name in _names(kind)},
         **_flag_values(kind, config, device.type),
-        **_fixed_values(layout, compute_dtype, device),
+        # fields that no flag changes: parallel sizes, dtypes, and what the passes of this backend require
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual if interleaved else None,
+        "context_parallel_size": layout.context,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+        "sequence_parallel": layout.sequence_parallel,
+        # the other mode silently trains interleaved stages wrongly
+        **({"overlap_p2p_comm": True, "batch_p2p_comm": False} if interleaved else {}),
+        "params_dtype": compute_dtype,
+        "pipeline_dtype": compute_dtype,
+        "autocast_dtype": compute_dtype,
+        "bf16": compute_dtype == torch.bfloat16,
+        "fp16": False,
+        "perform_initialization": False,
+        "use_cpu_initialization": device.type != "cuda",
+        "variable_seq_lengths": True,
+        "calculate_per_token_loss": True,
+        "mtp_num_layers": None,
+        "moe_grouped_gemm": True,
         "transformer_impl": _transformer_impl(config, device),
     }
-    values["activation_func"] = _activation(values["activation_func"])
+    values["activation_func"] = {  # Megatron compares functions by identity
+        "silu": functional.silu,
+        "gelu": functional.gelu,
+        "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
+        "relu": functional.relu,
+        "quick_gelu": fused_bias_geglu.quick_gelu,
+    }[values["activation_func"]]
     if values.get("experimental_attention_variant") == "gated_delta_net":
         # it enables checks for Megatron's own layer, which lacks context parallelism; the layer used here has it
         del values["experimental_attention_variant"]
@@ -116,33 +143,6 @@ def optimizer_config(config: Config, *, compute_dtype: torch.dtype) -> Optimizer
     return _build_config(OptimizerConfig, values)
 
 
-def _fixed_values(layout: Layout, compute_dtype: torch.dtype, device: torch.device) -> Fields:
-    """Return the fields that no flag changes: parallel sizes, dtypes, and what the passes of this backend require."""
-    interleaved = layout.virtual > 1
-    return {
-        "tensor_model_parallel_size": layout.tensor,
-        "pipeline_model_parallel_size": layout.pipeline,
-        "virtual_pipeline_model_parallel_size": layout.virtual if interleaved else None,
-        "context_parallel_size": layout.context,
-        "expert_model_parallel_size": layout.expert,
-        "expert_tensor_parallel_size": layout.expert_tensor,
-        "sequence_parallel": layout.sequence_parallel,
-        # the other mode silently trains interleaved stages wrongly
-        **({"overlap_p2p_comm": True, "batch_p2p_comm": False} if interleaved else {}),
-        "params_dtype": compute_dtype,
-        "pipeline_dtype": compute_dtype,
-        "autocast_dtype": compute_dtype,
-        "bf16": compute_dtype == torch.bfloat16,
-        "fp16": False,
-        "perform_initialization": False,
-        "use_cpu_initialization": device.type != "cuda",
-        "variable_seq_lengths": True,
-        "calculate_per_token_loss": True,
-        "mtp_num_layers": None,
-        "moe_grouped_gemm": True,
-    }
-
-
 def _transformer_impl(config: Config, device: torch.device) -> str:
     if not uses_transformer_engine(config, device.type):
         return "local"
@@ -150,17 +150,6 @@ def _transformer_impl(config: Config, device: torch.device) -> str:
         missing = "is not installed" if device.type == "cuda" else "needs a GPU"
         raise UserError(f"--transformer-impl transformer_engine: it {missing}; drop the flag for plain torch")
     return "transformer_engine"
-
-
-def _activation(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return Megatron's activation function of this name; Megatron compares functions by identity."""
-    return {
-        "silu": functional.silu,
-        "gelu": functional.gelu,
-        "gelu_pytorch_tanh": partial(functional.gelu, approximate="tanh"),
-        "relu": functional.relu,
-        "quick_gelu": fused_bias_geglu.quick_gelu,
-    }[name]
 
 
 def _names(kind: type) -> set[str]:

@@ -55,7 +55,7 @@ def slice_row(row: PackedRow, layout: Layout, rank: int) -> RowSlices:
     rest = int(-padded.sum() % layout.row_multiple)
     if rest:
         lengths, padded = np.append(lengths, 0), np.append(padded, rest)
-    owner, local = _owners_and_offsets(lengths, padded, size)
+    owner, local = owners_and_offsets(lengths, padded, size)
     own_length = int(padded.sum()) // size
     source = np.full(own_length, row.num_tokens)  # padding: one past the row
     mine = np.flatnonzero(owner == rank)
@@ -88,7 +88,7 @@ def slice_row(row: PackedRow, layout: Layout, rank: int) -> RowSlices:
     )
 
 
-def _owners_and_offsets(lengths: Indices, padded: Indices, size: int) -> tuple[Indices, Indices]:
+def owners_and_offsets(lengths: Indices, padded: Indices, size: int) -> tuple[Indices, Indices]:
     """Return for each token of the row the rank that has it, and its index in that rank's tokens."""
     ends = np.cumsum(lengths)
     sequence = np.repeat(np.arange(len(lengths)), lengths)

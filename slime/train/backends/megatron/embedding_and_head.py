@@ -9,7 +9,7 @@ states.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from megatron.core import tensor_parallel
@@ -64,26 +64,13 @@ def freeze_padding_lookups(stage: GPTModel, token: int, ranks: Ranks) -> None:
     stage.embedding.register_forward_hook(detach_padding, with_kwargs=True)
 
 
-class Head(Protocol):
-    def __call__(
-        self,
-        stage: GPTModel,
-        hidden: Tensor,
-        slices: RowSlices,
-        groups: MegatronGroups,
-        *,
-        reads: ObjectiveInput,
-        entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Return (numbers [R], entropies [R] or zeros) of the row; or logits [1, T, V] and a zero."""
-
-
 @dataclass(frozen=True)
-class PolicyHead:
-    """Computes log-probs at the temperature with which the tokens were sampled."""
+class Head:
+    """Computes a policy's log-probs, at the temperature with which the tokens were sampled, or a critic's values."""
 
-    vocab_size: int
-    output: OutputHead
+    vocab_size: int = 0
+    output: OutputHead | None = None
+    """The transform of a policy's logits; None for a critic: the expected return before each response token."""
     temperature: float = 1.0
     chunk_rows: int = -1
 
@@ -97,16 +84,23 @@ class PolicyHead:
         reads: ObjectiveInput,
         entropy: bool,
     ) -> tuple[Tensor, Tensor]:
-        weight = output_weight(stage)
+        """Return (numbers [R], entropies [R] or zeros) of the row; or logits [1, T, V] and a zero."""
+        ranks, context = groups.tensor, groups.topology.context
+        if self.output is None:
+            chosen = hidden[0].index_select(0, slices.predict_index)
+            own = nn.functional.linear(chosen, stage.output_layer.weight).float().squeeze(-1)
+            values = slices.responses(own, context)
+            return values, torch.zeros_like(values)
+        is_shared = stage.share_embeddings_and_output_weights  # this rank's rows may be those of the embedding
+        weight: Tensor = stage.shared_embedding_or_output_weight() if is_shared else stage.output_layer.weight
+        softcap = self.output.softcap
         if reads == "logits":
             # [T, V] in float32, before the temperature
             own = nn.functional.linear(tensor_parallel.copy_to_tensor_model_parallel_region(hidden[0]), weight)
             projected = tensor_parallel.gather_from_tensor_model_parallel_region(own)[:, : self.vocab_size]
-            logits = slices.whole(projected, groups.topology.context).float() * self.output.scale
-            softcap = self.output.softcap
+            logits = slices.whole(projected, context).float() * self.output.scale
             capped = logits if softcap is None else softcap * torch.tanh(logits / softcap)
             return capped[None], hidden.new_zeros(1)
-        ranks = groups.tensor
         log_probs, entropies = linear_log_probs(
             hidden[0].index_select(0, slices.predict_index),
             weight,
@@ -114,41 +108,13 @@ class PolicyHead:
             slices.targets,
             part=VocabularyPart(ranks.rank * len(weight), self.vocab_size, ranks),
             temperature=self.temperature,
-            softcap=self.output.softcap,
+            softcap=softcap,
             scale=self.output.scale,
             chunk_rows=self.chunk_rows,
             with_entropy=entropy,
         )
-        context = groups.topology.context
         if entropies is None:
             log_probs = slices.responses(log_probs, context)
             return log_probs, torch.zeros_like(log_probs)
         both = slices.responses(torch.stack([log_probs, entropies], dim=1), context)
         return both[:, 0], both[:, 1]
-
-
-@dataclass(frozen=True)
-class ValueHead:
-    """Computes a critic's values: the expected return before each response token."""
-
-    def __call__(
-        self,
-        stage: GPTModel,
-        hidden: Tensor,
-        slices: RowSlices,
-        groups: MegatronGroups,
-        *,
-        reads: ObjectiveInput,
-        entropy: bool,
-    ) -> tuple[Tensor, Tensor]:
-        chosen = hidden[0].index_select(0, slices.predict_index)
-        own = nn.functional.linear(chosen, stage.output_layer.weight).float().squeeze(-1)
-        values = slices.responses(own, groups.topology.context)
-        return values, torch.zeros_like(values)
-
-
-def output_weight(stage: GPTModel) -> Tensor:
-    """Return this rank's rows of the output layer, which may be those of the embedding."""
-    shared = stage.share_embeddings_and_output_weights
-    weight: Tensor = stage.shared_embedding_or_output_weight() if shared else stage.output_layer.weight
-    return weight

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import ChainedOptimizer, MegatronOptimizer
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 @dataclass(frozen=True)
 class ParamRange:

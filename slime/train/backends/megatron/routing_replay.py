@@ -9,6 +9,7 @@ the list of all routers of a process that Megatron's class keeps.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,86 +43,65 @@ class MegatronRoutingReplay:
     def forget(self) -> None:
         """Stop the replay, before and after passes over micro-batches: routers choose themselves."""
         for stage in self._stages:
-            stage.forget()
+            stage.rows, stage.repeated = [], {}
 
     def begin(self, stage: int, routing: Routing | None, slices: RowSlices, *, counts: bool) -> None:
         """Prepare the forward of a row through one stage; without a routing its routers choose themselves.
 
         With `counts` the pass counts the replayed choices that differ from the routers' own.
         """
-        row = None if routing is None else _RowRouting(routing, self._own_rows(routing, slices), counts=counts)
-        self._stages[stage].begin(row)
+        if routing is None:
+            self._stages[stage].rows.append(None)
+            return
+        given = routing.given  # from here on of the tokens that this rank's routers see
+        if given is not None and slices.source is not None:
+            padding = given.new_full((1, *given.shape[1:]), UNKNOWN)
+            given = torch.cat([given, padding]).index_select(0, torch.from_numpy(slices.source))
+        if given is not None and self._groups.layout.sequence_parallel:
+            given = given.chunk(self._groups.tensor.size)[self._groups.tensor.rank]
+        self._stages[stage].rows.append(_RowRouting(routing, given, counts))
 
     def keep(self, stage: int) -> None:
         """End the forward: choices that its routers recorded are copied to the host."""
-        self._stages[stage].keep()
-
-    def _own_rows(self, routing: Routing, slices: RowSlices) -> Tensor | None:
-        """Return the given routing of the tokens that this rank's routers see.
-
-        These are its slices, and with sequence parallelism its part of them in the tensor group.
-        """
-        if routing.given is None:
-            return None
-        rows = routing.given
-        if slices.source is not None:
-            padding = rows.new_full((1, *rows.shape[1:]), UNKNOWN)
-            rows = torch.cat([rows, padding]).index_select(0, torch.from_numpy(slices.source))
-        if not self._groups.layout.sequence_parallel:
-            return rows
-        return rows.chunk(self._groups.tensor.size)[self._groups.tensor.rank]
+        row = self._stages[stage].rows[-1]
+        if row is not None:
+            row.routing.recorded |= {layer: experts.cpu() for layer, experts in row.new.items()}
+            row.new = {}
 
 
+@dataclass
 class _RowRouting:
-    """The routing of a row in one stage: the choices to replay, and new ones to record."""
+    """The routing of a row in one stage: the choices to replay, and `new` ones of its routers, by layer."""
 
-    def __init__(self, routing: Routing, given: Tensor | None, *, counts: bool) -> None:
-        self.routing = routing
-        self.counts = counts
-        self._given = given
-        self._new: dict[int, Tensor] = {}
+    routing: Routing
+    given: Tensor | None
+    counts: bool
+    new: dict[int, Tensor] = field(default_factory=dict)
 
     def experts(self, layer: int, device: torch.device) -> Tensor | None:
         """Return the experts [t, k] of a layer to replay, or None if there are none yet."""
-        if self._given is not None:
-            return self._given[:, layer].to(device).long()
-        found = self._new.get(layer, self.routing.recorded.get(layer))
+        if self.given is not None:
+            return self.given[:, layer].to(device).long()
+        found = self.new.get(layer, self.routing.recorded.get(layer))
         return None if found is None else found.to(device).long()
 
-    def record(self, layer: int, experts: Tensor) -> None:
-        self._new[layer] = experts.to(torch.int16)
 
-    def keep(self) -> None:
-        self.routing.recorded |= {layer: experts.cpu() for layer, experts in self._new.items()}
-        self._new = {}
-
-
+@dataclass
 class _StageRouting:
-    """The rows of a stage's forwards, in order."""
+    """The rows of a stage's forwards, in order, and the number of recomputations in backward by layer."""
 
-    def __init__(self) -> None:
-        self._rows: list[_RowRouting | None] = []
-        self._repeated: dict[int, int] = {}  # number of recomputations in backward, by layer
-
-    def forget(self) -> None:
-        self._rows, self._repeated = [], {}
-
-    def begin(self, row: _RowRouting | None) -> None:
-        self._rows.append(row)
-
-    def keep(self) -> None:
-        if self._rows[-1] is not None:
-            self._rows[-1].keep()
+    rows: list[_RowRouting | None] = field(default_factory=list)
+    repeated: dict[int, int] = field(default_factory=dict)
 
     def row(self, layer: int, *, in_backward: bool) -> _RowRouting | None:
         """Return the row that a layer computes now; in backward it recomputes the rows in order."""
-        if not self._rows:
+        if not self.rows:
             return None
         if not in_backward:
-            return self._rows[-1]
-        number = self._repeated.get(layer, 0)
-        self._repeated[layer] = number + 1
-        return self._rows[number]
+            return self.rows[-1]
+        number = self.repeated.get(layer, 0)
+        self.repeated[layer] = number + 1
+        return self.rows[number]
 
 
 class _LayerReplay:
@@ -147,7 +127,7 @@ class _LayerReplay:
             return values, own
         given = row.experts(self._layer, scores.device)
         if given is None:
-            row.record(self._layer, own)
+            row.new[self._layer] = own.to(torch.int16)
             return values, own
         if row.counts and not in_backward:
             row.routing.count(own, given)

@@ -14,17 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.errors import UserError
 from slime.models.families.weight_map import ParameterEntry
 from slime.models.safetensors_io import region_shape
-from slime.train.backend import NamedTensor
+from slime.train.backend import MOMENTS, STEP, NamedTensor, has_optimizer_state
 from slime.train.backends.hf_buckets import wait_transfers
-from slime.train.backends.megatron.fp32_params import MOMENTS, MasterParam
+from slime.train.backends.megatron.fp32_params import MasterParam
 from slime.train.backends.megatron.shard_map import ShardMap
 from slime.train.checkpoints.rank_files import OPTIMIZER, SavedPart
 from slime.train.checkpoints.reader import SavedTensors
-
-STEP = "step"
 
 
 def weight_parts(
@@ -83,12 +80,8 @@ def read_optimizer(saved: SavedTensors, placement: ShardMap, masters: Iterable[t
     """Restore this rank's numbers of the moments, for the parameters that have moments in the checkpoint."""
     for name, master in masters:
         entry, own = placement.entries[name], master.own(placement.rank)
-        keys = [f"{part}/{one}" for part in (*MOMENTS, STEP) for one in entry.hf]
-        found = [key for key in keys if key in saved]
-        if not found or own is None:
+        if own is None or not has_optimizer_state(saved, entry.hf):
             continue
-        if found != keys:
-            raise UserError(f"checkpoint {saved.folder} is damaged: the optimizer state of {entry.hf[0]} is incomplete")
         moments = {
             moment: _read_shard(saved, placement, entry, f"{moment}/").reshape(-1)[own.begin : own.end]
             for moment in MOMENTS

@@ -9,7 +9,7 @@ gradients are those of the products without quantization.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,17 +17,6 @@ from torch import Tensor
 from slime.train.backends.fsdp.fused import kernels, matmul_kernels
 from slime.train.backends.fsdp.fused.layer_parts import Adapters, LayerFacts
 from slime.train.samples.packing import SharedPrompts
-
-
-class _LayerContext(Protocol):
-    """Autograd context of the functions below."""
-
-    facts: LayerFacts
-    shared: SharedPrompts | None
-    saved_tensors: tuple[Tensor, ...]
-    needs_input_grad: tuple[bool, ...]
-
-    def save_for_backward(self, *tensors: Tensor | None) -> None: ...
 
 
 class ToHeads(torch.autograd.Function):
@@ -38,7 +27,7 @@ class ToHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _LayerContext,
+        ctx: Any,
         hidden: Tensor,  # [t, H]
         cos: Tensor,  # [t, D]
         sin: Tensor,
@@ -66,7 +55,7 @@ class ToHeads(torch.autograd.Function):
         return *heads, hidden
 
     @staticmethod
-    def backward(ctx: _LayerContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dq, dk, dv, passed = grads
         hidden, cos, sin, norm, q, k, v, q_norm, k_norm, normed, rstd, rows, low, *matrices = ctx.saved_tensors
         norms = None if q_norm is None else (q_norm, k_norm)
@@ -91,7 +80,7 @@ class FromHeads(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: _LayerContext,
+        ctx: Any,
         attended: Tensor,  # [T, heads x D]
         hidden: Tensor,  # [T, H]
         follows: bool,
@@ -126,7 +115,7 @@ class FromHeads(torch.autograd.Function):
         return after
 
     @staticmethod
-    def backward(ctx: _LayerContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         attended, norm, out, gate, up, down, total, normed, rstd, both, *adapted = ctx.saved_tensors
         low_out, low_both, low_down, *matrices = adapted
         outward, inward, downward = _of_half(out, gate, up, down, matrices, ctx.facts)
@@ -154,13 +143,13 @@ class LastNorm(torch.autograd.Function):
     """Norm of the last layer's output, [T, H]."""
 
     @staticmethod
-    def forward(ctx: _LayerContext, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         _, normed, rstd = kernels.norm(hidden, weight, eps)
         ctx.save_for_backward(hidden, weight, rstd)
         return normed
 
     @staticmethod
-    def backward(ctx: _LayerContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, rstd = ctx.saved_tensors
         return *kernels.norm_gradient(grads[0].contiguous(), hidden, weight, rstd), None
 

@@ -24,10 +24,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn import functional
 
-from slime.train.backends.delta_kernels import check_delta_kernels, delta_kernels
+from slime.train.backends.delta_kernels import (
+    check_delta_kernels,
+    delta_kernels,
+    mix_tokens,
+    to_own_heads,
+    to_own_tokens,
+)
+from slime.train.backends.megatron.cp_rows import owners_and_offsets
 from slime.train.backends.megatron.spec.attention import row_layout
 from slime.train.backends.megatron.spec.linear import sum_gradient_over
-from slime.train.topology import Ranks, exchange
+from slime.train.topology import Ranks
 
 
 class GatedDeltaNet(MegatronDeltaNet):
@@ -105,29 +112,21 @@ class GatedDeltaNet(MegatronDeltaNet):
             mixed = self._mix(states, lengths, 0, 1)
         else:
             ranks = Ranks.of(self._context, hidden_states.device)
-            order = zigzag_order(lengths, context).to(hidden_states.device)
-            mixed = self._mix(_to_own_heads(states, ranks, order), lengths, ranks.rank, context)
-            mixed = _to_own_tokens(mixed, ranks, order)
+            owner, local = owners_and_offsets(np.array(lengths), np.array(lengths), context)
+            order = torch.from_numpy(owner * (sum(lengths) // context) + local).to(hidden_states.device)
+            mixed = self._mix(to_own_heads(states, ranks, order), lengths, ranks.rank, context)
+            mixed = to_own_tokens(mixed, ranks, order)
         output = self._gated_norm(mixed.reshape(len(rows), -1, self.value_head_dim), gate)
         result: tuple[Tensor, Tensor | None] = self.out_proj(output.unflatten(0, (count, tokens)).transpose(0, 1))
         return result
 
     def _mix(self, states: Sequence[Tensor], lengths: Sequence[int], part: int, parts: int) -> Tensor:
-        """Apply convolution and delta rule to part `part` of `parts` of this rank's heads.
-
-        Returns [T, key heads, heads per key head x V].
-        """
-        q, k, v, rate, decay = states
-        kernels = delta_kernels(self._backend, tuple(lengths), q.device)
+        """Apply convolution and delta rule to part `part` of `parts` of this rank's heads."""
         widths = [self.qk_dim // self.tp_size, self.qk_dim // self.tp_size, self.v_dim // self.tp_size]
-        own = torch.cat([w.chunk(parts)[part] for w in self.conv1d.weight.squeeze(1).split(widths)])
-        mixed = kernels.conv(torch.cat([part.flatten(1) for part in (q, k, v)], dim=1), own, None)
-        sizes = [states[0].numel() for states in (q, k, v)]
-        query, key, value = (part.unflatten(1, (q.shape[1], -1)) for part in mixed.split(sizes, dim=1))
-        a_log, bias = (tensor.chunk(parts)[part].float() for tensor in (self.A_log, self.dt_bias))
-        log_decay = -a_log.exp() * functional.softplus(decay.flatten(1).float() + bias)
-        heads = value.flatten(1).unflatten(1, (-1, self.value_head_dim))
-        return kernels.rule(query, key, heads, log_decay, rate.flatten(1).sigmoid()).reshape(value.shape)
+        weight = torch.cat([own.chunk(parts)[part] for own in self.conv1d.weight.squeeze(1).split(widths)])
+        a_log, bias = (tensor.chunk(parts)[part] for tensor in (self.A_log, self.dt_bias))
+        kernels = delta_kernels(self._backend, tuple(lengths), states[0].device)
+        return mix_tokens(kernels, states, (weight, None), a_log, bias.float(), self.value_head_dim)
 
     def _gated_norm(self, states: Tensor, gate: Tensor) -> Tensor:
         """Normalise and gate states [T, heads, V] to [T, heads x V].
@@ -149,33 +148,3 @@ class _WeightModule(nn.Module):
         self.weight = nn.Parameter(torch.ones(shape, dtype=config.params_dtype, device=device))
         if cut:
             set_tensor_model_parallel_attributes(self.weight, is_parallel=True, dim=0, stride=1)
-
-
-def zigzag_order(lengths: Sequence[int], size: int) -> Tensor:
-    """Return the index of each token of a row, in order, in the concatenated parts of its `size` ranks.
-
-    With n ranks every sequence has 2 n chunks, and rank r has chunks r and 2 n - 1 - r.
-    """
-    own = sum(lengths) // size
-    places, before = [], 0
-    for length in lengths:
-        chunk = length // (2 * size)
-        for number in range(2 * size):
-            rank, late = (number, 0) if number < size else (2 * size - 1 - number, chunk)
-            begin = rank * own + before + late
-            places.append(np.arange(begin, begin + chunk))
-        before += length // size
-    return torch.from_numpy(np.concatenate(places))
-
-
-def _to_own_heads(states: Sequence[Tensor], ranks: Ranks, order: Tensor) -> list[Tensor]:
-    """Exchange [t, heads, W] of this rank's tokens for [T, heads / n, W] of this rank's heads, tokens in order."""
-    by_rank = torch.cat(list(states), dim=2).unflatten(1, (ranks.size, -1)).transpose(0, 1)
-    received = exchange(by_rank, ranks).flatten(0, 1).index_select(0, order)
-    return list(received.split([part.shape[2] for part in states], dim=2))
-
-
-def _to_own_tokens(output: Tensor, ranks: Ranks, order: Tensor) -> Tensor:
-    """Exchange [T, heads / n, W] of this rank's heads, tokens in order, for [t, heads, W] of this rank's tokens."""
-    by_rank = output.index_select(0, order.argsort()).unflatten(0, (ranks.size, -1))
-    return exchange(by_rank, ranks).transpose(0, 1).flatten(1, 2)

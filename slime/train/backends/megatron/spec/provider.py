@@ -174,9 +174,6 @@ class TorchRouter(TopKRouter):
         return functional.linear(input.to(dtype), self.weight.to(dtype), bias)
 
 
-DELTA_NET = "gated_delta_net"
-
-
 @dataclass(frozen=True)
 class LayerModules:
     """The module classes of a layer, all from one implementation."""
@@ -224,17 +221,14 @@ def select_modules(config: TransformerConfig) -> LayerModules:
 def block_spec(config: TransformerConfig, fields: Fields, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Return the layers of one pipeline stage, and the norm at the end of the last stage."""
     modules = select_modules(config)
-    layers = [layer_spec(config, fields, layer, modules) for layer in layers_of_stage(config, vp_stage)]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=modules.norm)
-
-
-def layers_of_stage(config: TransformerConfig, vp_stage: int | None) -> list[int]:
-    """Return the indices in the model, from 0, of the layers in one of this process's stages."""
     written = config.pipeline_model_parallel_layout
     if written is not None:
-        return list(written.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage))
-    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    return list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)))
+        layers = list(written.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage))
+    else:
+        first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+        layers = list(range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage)))
+    specs = [layer_spec(config, fields, layer, modules) for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=modules.norm)
 
 
 def layer_spec(config: TransformerConfig, fields: Fields, layer: int, modules: LayerModules) -> ModuleSpec:
@@ -243,15 +237,28 @@ def layer_spec(config: TransformerConfig, fields: Fields, layer: int, modules: L
     if has_experts:
         frequency = config.moe_layer_freq
         has_experts = bool(frequency[layer]) if isinstance(frequency, list) else layer % frequency == 0
-    norms_outputs = bool(fields.get("post_self_attn_layernorm"))
+    if has_experts:
+        experts = MLPSubmodules(linear_fc1=modules.grouped_column, linear_fc2=modules.grouped_row)
+        shared = MLPSubmodules(linear_fc1=modules.column, linear_fc2=modules.row)
+        mlp = ModuleSpec(
+            module=MoELayer,
+            submodules=MoESubmodules(
+                router=modules.router,
+                experts=ModuleSpec(module=TEGroupedMLP, submodules=experts),
+                shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=shared),
+            ),
+        )
+    else:
+        linears = MLPSubmodules(linear_fc1=modules.norm_column, linear_fc2=modules.row)
+        mlp = ModuleSpec(module=MLP, submodules=linears)
     return ModuleSpec(
-        module=SandwichLayer if norms_outputs else TransformerLayer,
+        module=SandwichLayer if fields.get("post_self_attn_layernorm") else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=modules.norm if config.multi_latent_attention else IdentityOp,
             self_attention=attention_spec(config, fields, layer, modules),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=modules.norm if has_experts else IdentityOp,
-            mlp=experts_spec(modules) if has_experts else mlp_spec(modules),
+            mlp=mlp,
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -260,9 +267,25 @@ def layer_spec(config: TransformerConfig, fields: Fields, layer: int, modules: L
 def attention_spec(config: TransformerConfig, fields: Fields, layer: int, modules: LayerModules) -> ModuleSpec:
     """Return the token mixer of layer `layer`; except for latent attention, it includes the norm before it."""
     if config.multi_latent_attention:
-        return latent_attention_spec(fields, modules)
-    if fields.get("experimental_attention_variant") == DELTA_NET and fields["linear_attention_freq"][layer]:
-        return delta_net_spec(fields, modules)
+        indexed = fields.get("dsa_indexer_layers")
+        core = ModuleSpec(module=SparseAttention, params={"indexed": indexed}) if indexed else modules.core_attention
+        return ModuleSpec(
+            module=SparseLatentAttention if indexed else LatentAttention,
+            params={"attn_mask_type": AttnMaskType.causal, "latent_eps": fields["latent_layernorm_epsilon"]},
+            submodules=MLASelfAttentionSubmodules(
+                linear_q_proj=modules.column,
+                linear_q_up_proj=modules.norm_column,
+                linear_kv_up_proj=modules.norm_column,
+                core_attention=core,
+                linear_proj=modules.row,
+            ),
+        )
+    if fields.get("experimental_attention_variant") == "gated_delta_net" and fields["linear_attention_freq"][layer]:
+        return ModuleSpec(
+            module=GatedDeltaNet,
+            params={"backend": fields.get("qwen_gdn_backend")},
+            submodules=GatedDeltaNetSubmodules(in_proj=modules.norm_column, out_proj=modules.row),
+        )
     head_norm = modules.norm if config.qk_layernorm else IdentityOp
     return ModuleSpec(
         module=GatedSelfAttention if config.attention_output_gate else SelfAttention,
@@ -273,47 +296,5 @@ def attention_spec(config: TransformerConfig, fields: Fields, layer: int, module
             linear_proj=modules.row,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
-        ),
-    )
-
-
-def latent_attention_spec(fields: Fields, modules: LayerModules) -> ModuleSpec:
-    indexed = fields.get("dsa_indexer_layers")
-    core = ModuleSpec(module=SparseAttention, params={"indexed": indexed}) if indexed else modules.core_attention
-    return ModuleSpec(
-        module=SparseLatentAttention if indexed else LatentAttention,
-        params={"attn_mask_type": AttnMaskType.causal, "latent_eps": fields["latent_layernorm_epsilon"]},
-        submodules=MLASelfAttentionSubmodules(
-            linear_q_proj=modules.column,
-            linear_q_up_proj=modules.norm_column,
-            linear_kv_up_proj=modules.norm_column,
-            core_attention=core,
-            linear_proj=modules.row,
-        ),
-    )
-
-
-def delta_net_spec(fields: Fields, modules: LayerModules) -> ModuleSpec:
-    return ModuleSpec(
-        module=GatedDeltaNet,
-        params={"backend": fields.get("qwen_gdn_backend")},
-        submodules=GatedDeltaNetSubmodules(in_proj=modules.norm_column, out_proj=modules.row),
-    )
-
-
-def mlp_spec(modules: LayerModules) -> ModuleSpec:
-    linears = MLPSubmodules(linear_fc1=modules.norm_column, linear_fc2=modules.row)
-    return ModuleSpec(module=MLP, submodules=linears)
-
-
-def experts_spec(modules: LayerModules) -> ModuleSpec:
-    experts = MLPSubmodules(linear_fc1=modules.grouped_column, linear_fc2=modules.grouped_row)
-    shared = MLPSubmodules(linear_fc1=modules.column, linear_fc2=modules.row)
-    return ModuleSpec(
-        module=MoELayer,
-        submodules=MoESubmodules(
-            router=modules.router,
-            experts=ModuleSpec(module=TEGroupedMLP, submodules=experts),
-            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=shared),
         ),
     )
