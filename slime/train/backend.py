@@ -26,7 +26,7 @@ from slime.errors import UserError
 from slime.models.peft_adapter import AdapterConfig
 from slime.storage.json_types import JsonObject
 from slime.train.backends.frozen import FrozenSets, Model, ResidentTensors, ShardedModel
-from slime.train.backends.hf_buckets import HfBucket, HfTensor, PreviousExport
+from slime.train.backends.hf_buckets import HfBucket, HfExporter, HfTensor, PreviousExport
 from slime.train.checkpoints.rank_files import MODEL, OPTIMIZER, SavedPart
 from slime.train.checkpoints.reader import SavedTensors
 from slime.train.lr_schedule import Rates
@@ -296,11 +296,13 @@ class TrainBackend(ABC, Generic[Model]):
     # export: the weights as in a Hugging Face folder, floating ones in `dtype`, with the LoRA adapter merged if there
     # is one; and the adapter alone
 
-    @abstractmethod
+    _export: HfExporter[Any]
+
     def hf_plan(
         self, dtype: torch.dtype, max_bytes: int, *, owners: Sequence[int] | None = None
     ) -> list[tuple[HfTensor, ...]]:
         """Layouts of the buckets that `hf_buckets` will yield; equal on all ranks, and computed without gathering."""
+        return [load.tensors for load in self._export.plan(dtype, max_bytes, owners)]
 
     @abstractmethod
     def hf_buckets(

@@ -5,10 +5,11 @@ Invariant: a bucket contains exactly the tensors of its planned layout; every te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from typing import Protocol, TypeVar
+from itertools import chain, zip_longest
+from typing import Generic, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -85,18 +86,65 @@ def plan_bucket_ranges(sizes: Sequence[int], limit: int) -> list[tuple[int, int]
     return ranges
 
 
-def take_turns(
-    spread: Mapping[int, Sequence[Item]], nbytes: Callable[[Item], int], max_bytes: int
-) -> list[tuple[int, tuple[Item, ...]]]:
-    """Split the items of each owner into buckets (owner, items).
+@dataclass(frozen=True)
+class PlannedBucket(Generic[Item]):
+    """Items of one exporter for one owner, and the layout of the tensors that are made of them."""
 
-    Owners take turns, so that one consumes its bucket while the buckets of the others are gathered.
+    owner: int
+    items: tuple[Item, ...]
+    tensors: tuple[HfTensor, ...]
+
+
+class HfExporter(ABC, Generic[Item]):
+    """Exports the weights of one sharded model under their names in a model folder, each whole on its owner alone.
+
+    Invariant: every rank computes the same plan without communication; a rank gathers one bucket at a time.
     """
-    loads = []
-    for owner, own in spread.items():
-        ranges = plan_bucket_ranges([nbytes(item) for item in own], max_bytes)
-        loads.append([(owner, tuple(own[begin:end])) for begin, end in ranges])
-    return [load for turn in zip_longest(*loads) for load in turn if load is not None]
+
+    @abstractmethod
+    def assign(self, dtype: torch.dtype, owners: Sequence[int] | None) -> dict[int, list[Item]]:
+        """Assign items to the owners (default: all ranks), with about equal bytes for each."""
+
+    @abstractmethod
+    def layout(self, item: Item, dtype: torch.dtype, owner: int) -> tuple[HfTensor, ...]:
+        """The tensors that are made of an item."""
+
+    @abstractmethod
+    def first_operation(self) -> None:
+        """Run a collective of all ranks: NCCL needs all of a group in its first operation, and a transfer has two."""
+
+    @abstractmethod
+    def gather(self, bucket: PlannedBucket[Item], earlier: PreviousExport | None) -> dict[str, Tensor] | None:
+        """Send this rank's parts of a bucket; on the owner receive all parts and return the tensors."""
+
+    def plan(
+        self, dtype: torch.dtype, max_bytes: int, owners: Sequence[int] | None = None
+    ) -> list[PlannedBucket[Item]]:
+        """Plan the buckets. Owners take turns, so that one consumes its bucket while the others' are gathered."""
+        loads = []
+        for owner, items in self.assign(dtype, owners).items():
+            made = [self.layout(item, dtype, owner) for item in items]
+            ranges = plan_bucket_ranges([sum(tensor.nbytes for tensor in own) for own in made], max_bytes)
+            loads.append(
+                [
+                    PlannedBucket(owner, tuple(items[begin:end]), tuple(chain.from_iterable(made[begin:end])))
+                    for begin, end in ranges
+                ]
+            )
+        return [load for turn in zip_longest(*loads) for load in turn if load is not None]
+
+    @torch.no_grad()
+    def buckets(
+        self,
+        dtype: torch.dtype,
+        max_bytes: int,
+        owners: Sequence[int] | None = None,
+        earlier: PreviousExport | None = None,
+    ) -> Iterator[HfBucket]:
+        """Gather and yield the buckets; all ranks iterate together, and only the owner has a bucket's tensors."""
+        self.first_operation()
+        for load in self.plan(dtype, max_bytes, owners):
+            yield HfBucket(load.owner, load.tensors, self.gather(load, earlier))
 
 
 def wait_transfers(transfers: list[dist.P2POp]) -> None:

@@ -67,7 +67,7 @@ from slime.train.backends.fsdp.state import (
     read_parts,
     with_local_parts,
 )
-from slime.train.backends.hf_buckets import HfBucket, HfTensor, PreviousExport
+from slime.train.backends.hf_buckets import HfBucket, PreviousExport
 from slime.train.checkpoints.rank_files import MODEL, OPTIMIZER, SavedPart
 from slime.train.checkpoints.reader import SavedTensors
 from slime.train.samples.micro_batch import MicroBatch
@@ -318,11 +318,6 @@ class FSDPBackend(TrainBackend[PackedModel]):
         return {**self.module.placed, **dict(persistent_buffers(self.module.model))}
 
     # export
-
-    def hf_plan(
-        self, dtype: torch.dtype, max_bytes: int, *, owners: Sequence[int] | None = None
-    ) -> list[tuple[HfTensor, ...]]:
-        return [load.tensors for load in self._export.plan(dtype, max_bytes, owners)]
 
     def hf_buckets(
         self,

@@ -1,12 +1,11 @@
 """Exports sharded weights under their names in a model folder, each whole on one rank.
 
-Invariant: every rank computes the same plan without communication. Only a tensor's owner ever has the whole of it; the
-others send it the rows they hold, in the export dtype. A rank gathers one bucket at a time.
+Invariant: only a tensor's owner ever has the whole of it; the others send it the rows they hold, in the export dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,25 +14,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from slime.models.hf_tensor_plan import ConversionPiece, Convert, plan_pieces
-from slime.train.backends.hf_buckets import HfBucket, HfTensor, export_dtype, take_turns, wait_transfers
+from slime.train.backends.hf_buckets import (
+    HfExporter,
+    HfTensor,
+    PlannedBucket,
+    PreviousExport,
+    export_dtype,
+    wait_transfers,
+)
 
 
-@dataclass(frozen=True)
-class PieceBucket:
-    """Pieces that are sent to one owner as one bucket."""
-
-    owner: int
-    pieces: tuple[ConversionPiece, ...]
-
-    @property
-    def tensors(self) -> tuple[HfTensor, ...]:
-        return tuple(
-            HfTensor(made.name, made.shape, made.dtype, self.owner) for piece in self.pieces for made in piece.makes
-        )
-
-
-class HfExport:
-    """Exports the weights of one sharded model. `value` returns this rank's rows of a parameter to export."""
+class HfExport(HfExporter[ConversionPiece]):
+    """Exporter of a model whose parameters are sharded in rows; `value` returns this rank's rows of one to export."""
 
     def __init__(
         self,
@@ -52,40 +44,63 @@ class HfExport:
         self._pieces: dict[torch.dtype, list[ConversionPiece]] = {}
         self._cuts: dict[str, RowSharding] = {}
 
-    def plan(self, dtype: torch.dtype, max_bytes: int, owners: Sequence[int] | None = None) -> list[PieceBucket]:
-        """Plan the owners' pieces, in the order of `buckets`."""
+    def assign(self, dtype: torch.dtype, owners: Sequence[int] | None) -> dict[int, list[ConversionPiece]]:
         if dtype not in self._pieces:
             facts = {name: (tuple(t.shape), export_dtype(t.dtype, dtype)) for name, t in self._tensors.items()}
             self._pieces[dtype] = plan_pieces(facts, self._convert)
-        spread = _split_among_owners(self._pieces[dtype], owners or range(self._world_size))
-        return [PieceBucket(*load) for load in take_turns(spread, lambda piece: piece.nbytes, max_bytes)]
+        pieces, ranks = self._pieces[dtype], owners or range(self._world_size)
+        spread: dict[int, list[ConversionPiece]] = {owner: [] for owner in ranks}
+        total, before = sum(piece.nbytes for piece in pieces), 0
+        for piece in pieces:  # consecutive pieces have one owner
+            middle = before + piece.nbytes / 2
+            spread[ranks[min(len(ranks) - 1, int(middle * len(ranks) / total))]].append(piece)
+            before += piece.nbytes
+        return spread
 
-    @torch.no_grad()
-    def buckets(self, dtype: torch.dtype, max_bytes: int, owners: Sequence[int] | None = None) -> Iterator[HfBucket]:
-        """Gather and yield the buckets; all ranks iterate together, and only the owner has a bucket's tensors."""
+    def layout(self, item: ConversionPiece, dtype: torch.dtype, owner: int) -> tuple[HfTensor, ...]:
+        return tuple(HfTensor(made.name, made.shape, made.dtype, owner) for made in item.makes)
+
+    def first_operation(self) -> None:
         sharded = next((tensor for tensor in self._tensors.values() if isinstance(tensor, DTensor)), None)
         device = None if sharded is None else sharded.device_mesh.device_type
         if sharded is not None and device == "cuda" and (cut := RowSharding.of(sharded)).size > 1:
-            # NCCL needs all ranks of a group in its first operation, and a transfer has only two
             dist.all_reduce(torch.zeros(1, device=device), group=cut.group)
-        for load in self.plan(dtype, max_bytes, owners):
-            gathered = self._gather_pieces(load)
-            yield HfBucket(load.owner, load.tensors, None if gathered is None else self._convert_pieces(load, gathered))
 
-    def _gather_pieces(self, load: PieceBucket) -> list[dict[str, Tensor]] | None:
-        """Gather the parameters (or rows) of each piece on the owner; None elsewhere."""
+    def gather(
+        self, bucket: PlannedBucket[ConversionPiece], earlier: PreviousExport | None
+    ) -> dict[str, Tensor] | None:
+        """Gather the parameters (or rows) of each piece on the owner, and convert them to tensors of a model folder.
+
+        Whole parameters are converted together and rows of stacked parameters piece by piece; pieces that are the same
+        in the folder are not converted.
+        """
         wholes: list[dict[str, Tensor]] = []
         transfers: list[dist.P2POp] = []
-        for piece in load.pieces:
+        for piece in bucket.items:
             members: dict[str, Tensor] = {}
             for name in piece.sources:
-                whole, more = self._plan_transfers(name, piece, load.owner)
+                whole, more = self._plan_transfers(name, piece, bucket.owner)
                 transfers += more
                 if whole is not None:
                     members[name] = whole
             wholes.append(members)
         wait_transfers(transfers)
-        return wholes if load.owner == self._rank else None
+        if bucket.owner != self._rank:
+            return None
+        parts = list(zip(bucket.items, wholes, strict=True))
+        plain: dict[str, Tensor] = {}
+        for piece, members in parts:
+            if piece.rows is None and not piece.is_same:
+                plain |= members
+        converted = self._convert(plain) if plain else {}
+        found: dict[str, Tensor] = {}
+        for piece, members in parts:
+            if piece.is_same:
+                found |= members
+                continue
+            own = converted if piece.rows is None else self._convert(members)
+            found |= {made.name: own[made.made_as] for made in piece.makes}
+        return found
 
     def _plan_transfers(self, name: str, piece: ConversionPiece, owner: int) -> tuple[Tensor | None, list[dist.P2POp]]:
         """The owner's tensor of a parameter, complete when the transfers are done, and this rank's transfers."""
@@ -114,27 +129,6 @@ class HfExport:
             elif part is not None:
                 target.copy_(part)
         return whole, transfers
-
-    def _convert_pieces(self, load: PieceBucket, gathered: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Convert to the tensors of a model folder.
-
-        Whole parameters are converted together and rows of stacked parameters piece by piece; pieces that are the same
-        in the folder are not converted.
-        """
-        parts = list(zip(load.pieces, gathered, strict=True))
-        plain: dict[str, Tensor] = {}
-        for piece, members in parts:
-            if piece.rows is None and not piece.is_same:
-                plain |= members
-        converted = self._convert(plain) if plain else {}
-        found: dict[str, Tensor] = {}
-        for piece, members in parts:
-            if piece.is_same:
-                found |= members
-                continue
-            own = converted if piece.rows is None else self._convert(members)
-            found |= {made.name: own[made.made_as] for made in piece.makes}
-        return found
 
 
 @dataclass(frozen=True)
@@ -166,15 +160,3 @@ class RowSharding:
         first = self.begin(rank)
         last = min(self.count, first + -(-self.count // self.size))
         return (max(first, begin), min(last, end)) if max(first, begin) < min(last, end) else None
-
-
-def _split_among_owners(pieces: Sequence[ConversionPiece], owners: Sequence[int]) -> dict[int, list[ConversionPiece]]:
-    """Assign consecutive pieces to the owners, with about equal bytes for each."""
-    total = sum(piece.nbytes for piece in pieces)
-    spread: dict[int, list[ConversionPiece]] = {owner: [] for owner in owners}
-    before = 0
-    for piece in pieces:
-        middle = before + piece.nbytes / 2
-        spread[owners[min(len(owners) - 1, int(middle * len(owners) / total))]].append(piece)
-        before += piece.nbytes
-    return spread

@@ -32,7 +32,7 @@ from slime.train.backend import (
     choose_trainable,
 )
 from slime.train.backends.frozen import FrozenSets, ResidentTensors, ShardedModel
-from slime.train.backends.hf_buckets import HfBucket, HfTensor, PreviousExport
+from slime.train.backends.hf_buckets import HfBucket, PreviousExport
 from slime.train.backends.megatron.config import ddp_config, optimizer_config
 from slime.train.backends.megatron.embedding_and_head import OUTPUT_WEIGHT
 from slime.train.backends.megatron.fp32_params import find_masters
@@ -97,6 +97,7 @@ class MegatronBackend(TrainBackend[StagedModel]):
         )
         super().__init__(config, model.groups.topology, progress, folder.config, policy, frozen)
         self._placement = build_shard_map(model, folder, self._tensors)
+        self._export = MegatronHfExport(self._placement, world, self._tensors)
         self.masters = find_masters(self.optimizer, parameters, world.rank)
         self._has_gradients = False
 
@@ -204,7 +205,8 @@ class MegatronBackend(TrainBackend[StagedModel]):
 
     def full_parameters(self, weights: str = POLICY) -> Iterator[NamedTensor]:
         """Yield whole tensors under the names of the folder, on every rank."""
-        for bucket in self._export(weights).buckets(torch.float32, MAX_GATHERED_BYTES):
+        export = MegatronHfExport(self._placement, self.topology.world, self.tensors(weights))
+        for bucket in export.buckets(torch.float32, MAX_GATHERED_BYTES):
             yield from bucket.broadcast_tensors(self.topology.world)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -228,15 +230,6 @@ class MegatronBackend(TrainBackend[StagedModel]):
 
     # export
 
-    def _export(self, weights: str = POLICY) -> MegatronHfExport:
-        return MegatronHfExport(self._placement, self.topology.world, self.tensors(weights))
-
-    def hf_plan(
-        self, dtype: torch.dtype, max_bytes: int, *, owners: Sequence[int] | None = None
-    ) -> list[tuple[HfTensor, ...]]:
-        export = MegatronHfExport(self._placement, self.topology.world, self._tensors)
-        return [load.tensors for load in export.plan(dtype, max_bytes, owners)]
-
     def hf_buckets(
         self,
         dtype: torch.dtype,
@@ -245,7 +238,8 @@ class MegatronBackend(TrainBackend[StagedModel]):
         owners: Sequence[int] | None = None,
         earlier: PreviousExport | None = None,
     ) -> Iterator[HfBucket]:
-        yield from self._export().buckets(dtype, max_bytes, owners, earlier)
+        self._policy.parts()
+        yield from self._export.buckets(dtype, max_bytes, owners, earlier)
 
 
 def wrap_with_ddp(

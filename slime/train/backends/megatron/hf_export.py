@@ -1,9 +1,8 @@
 """Export of sharded Megatron weights under their Hugging Face names, each tensor gathered on one owner rank.
 
-Invariant: every rank computes the same plan without communication. Only the owner of a tensor ever has all of it, and
-the owner holds a part of it wherever possible. The other ranks send their parts in the export dtype, as one message for
-each bucket. With a `PreviousExport` they send only the numbers that changed since the last export. At most one bucket
-is whole in memory at a time.
+Invariant: only the owner of a tensor ever has all of it, and the owner holds a part of it wherever possible. The other
+ranks send their parts in the export dtype, as one message for each bucket. With a `PreviousExport` they send only the
+numbers that changed since the last export.
 
 Invariant: the owner restores each part from its message bit for bit. A message of changes is never longer than one of
 all numbers: it has the changed numbers with their indices, or all numbers where that is shorter.
@@ -19,10 +18,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slime.train.backends.hf_buckets import HfBucket, HfTensor, PreviousExport, take_turns, wait_transfers
+from slime.train.backends.hf_buckets import HfExporter, HfTensor, PlannedBucket, PreviousExport, wait_transfers
 from slime.train.backends.megatron.shard_map import PartitionedTensor, ShardMap, TensorPart
 from slime.train.topology import Ranks
 
+Bucket = PlannedBucket[PartitionedTensor]
 ALL_CHANGED = -1
 """Value of `changed` in a message that has all numbers of a part, without indices."""
 _INDEX_DTYPE = torch.int32
@@ -96,64 +96,56 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(_INTEGER_DTYPES[tensor.element_size()])
 
 
-@dataclass(frozen=True)
-class PlannedBucket:
-    """The planned tensors of one bucket, all for the same owner."""
-
-    owner: int
-    members: tuple[tuple[PartitionedTensor, HfTensor], ...]
-
-    @property
-    def tensors(self) -> tuple[HfTensor, ...]:
-        return tuple(tensor for _, tensor in self.members)
-
-    def parts(self) -> Iterator[tuple[int, HfTensor, TensorPart, int]]:
-        """Yield (index of the tensor, the tensor, one of its parts, the rank that sends this part to the owner)."""
-        for number, (member, tensor) in enumerate(self.members):
-            for part in member.parts:  # the owner's own copy if it has one, else that of the nearest rank
-                yield number, tensor, part, min(part.ranks, key=lambda rank: (abs(rank - self.owner), rank))
-
-
-class MegatronHfExport:
-    """Exports the weights of one model; `weights` are this rank's parameters by their global names."""
+class MegatronHfExport(HfExporter[PartitionedTensor]):
+    """Exporter of one model; `weights` are this rank's parameters by their global names."""
 
     def __init__(self, placement: ShardMap, world: Ranks, weights: Mapping[str, Tensor]) -> None:
         self._placement = placement
         self._world = world
         self._weights = weights
 
-    def plan(self, dtype: torch.dtype, max_bytes: int, owners: Sequence[int] | None = None) -> list[PlannedBucket]:
-        """Assign tensors to owners and buckets, in the order of `buckets`."""
-        spread = {
-            owner: [(one, HfTensor(one.name, one.shape, dtype, owner)) for one in own]
-            for owner, own in sorted(_assign_owners(self._placement.tensors, dtype, owners).items())
-        }
-        return [PlannedBucket(*load) for load in take_turns(spread, lambda pair: pair[1].nbytes, max_bytes)]
+    def assign(self, dtype: torch.dtype, owners: Sequence[int] | None) -> dict[int, list[PartitionedTensor]]:
+        """Choose owners that hold a part of their tensors if possible."""
+        loads: dict[int, int] = {}
+        spread: dict[int, list[PartitionedTensor]] = {}
+        heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        allowed = None if owners is None else set(owners)
+        for tensor in self._placement.tensors:
+            holders = tuple(sorted({rank for part in tensor.parts for rank in part.ranks}))
+            if allowed is not None:
+                holders = tuple(rank for rank in holders if rank in allowed) or tuple(sorted(allowed))
+            heap = heaps.setdefault(holders, [(0, rank) for rank in holders])
+            load, owner = heap[0]
+            while load < loads.get(owner, 0):
+                heapq.heapreplace(heap, (loads[owner], owner))
+                load, owner = heap[0]
+            loads[owner] = load + torch.Size(tensor.shape).numel() * dtype.itemsize
+            heapq.heapreplace(heap, (loads[owner], owner))
+            spread.setdefault(owner, []).append(tensor)
+        return dict(sorted(spread.items()))
 
-    @torch.no_grad()
-    def buckets(
-        self,
-        dtype: torch.dtype,
-        max_bytes: int,
-        owners: Sequence[int] | None = None,
-        earlier: PreviousExport | None = None,
-    ) -> Iterator[HfBucket]:
-        """Gather and yield all buckets; only the owner has a bucket's tensors. All ranks iterate together."""
+    def layout(self, item: PartitionedTensor, dtype: torch.dtype, owner: int) -> tuple[HfTensor, ...]:
+        return (HfTensor(item.name, item.shape, dtype, owner),)
+
+    def first_operation(self) -> None:
         if self._world.device.type == "cuda":
-            # NCCL requires all ranks of a group in its first operation, and a transfer has only two
             self._world.barrier()
-        for load in self.plan(dtype, max_bytes, owners):
-            if load.owner != self._world.rank:
-                self._send(load, earlier)
-                yield HfBucket(load.owner, load.tensors, None)
-            else:
-                yield HfBucket(
-                    load.owner, load.tensors, self._assemble(load, self._receive_parts(load, earlier), earlier)
-                )
 
-    def _send(self, load: PlannedBucket, earlier: PreviousExport | None) -> None:
+    def gather(self, bucket: Bucket, earlier: PreviousExport | None) -> dict[str, Tensor] | None:
+        if bucket.owner != self._world.rank:
+            self._send(bucket, earlier)
+            return None
+        return self._assemble(bucket, self._receive_parts(bucket, earlier), earlier)
+
+    def _parts(self, bucket: Bucket) -> Iterator[tuple[PartitionedTensor, HfTensor, TensorPart, int]]:
+        """Yield (the item, its tensor, one of its parts, the rank that sends this part to the owner)."""
+        for item, tensor in zip(bucket.items, bucket.tensors, strict=True):
+            for part in item.parts:  # the owner's own copy if it has one, else that of the nearest rank
+                yield item, tensor, part, min(part.ranks, key=lambda rank: (abs(rank - bucket.owner), rank))
+
+    def _send(self, load: Bucket, earlier: PreviousExport | None) -> None:
         messages = []
-        for _, tensor, part, giver in load.parts():
+        for _, tensor, part, giver in self._parts(load):
             if giver == self._world.rank:
                 own = self._local(part).to(tensor.dtype).contiguous()
                 messages.append(
@@ -166,10 +158,10 @@ class MegatronHfExport:
         if raw and sum(map(len, raw)):
             wait_transfers([dist.P2POp(dist.isend, torch.cat(raw), load.owner)])
 
-    def _receive_parts(self, load: PlannedBucket, earlier: PreviousExport | None) -> dict[int, ReceivedParts]:
+    def _receive_parts(self, load: Bucket, earlier: PreviousExport | None) -> dict[int, ReceivedParts]:
         """Receive the messages of all other ranks for a bucket, by rank."""
         expected: dict[int, list[tuple[int, int]]] = {}
-        for _, tensor, part, giver in load.parts():
+        for _, tensor, part, giver in self._parts(load):
             if giver != self._world.rank:
                 expected.setdefault(giver, []).append((part.count, tensor.dtype.itemsize))
         counts = {giver: torch.full((len(parts),), ALL_CHANGED) for giver, parts in expected.items()}
@@ -185,13 +177,13 @@ class MegatronHfExport:
         return received
 
     def _assemble(
-        self, load: PlannedBucket, received: dict[int, ReceivedParts], earlier: PreviousExport | None
+        self, load: Bucket, received: dict[int, ReceivedParts], earlier: PreviousExport | None
     ) -> dict[str, Tensor]:
         """Assemble the tensors of a bucket from this rank's parts and the received ones."""
         wholes: dict[str, Tensor] = {}
-        for number, tensor, part, giver in load.parts():
+        for item, tensor, part, giver in self._parts(load):
             own = self._local(part).to(tensor.dtype) if giver == self._world.rank else None
-            if own is not None and len(load.members[number][0].parts) == 1 and own.shape == torch.Size(tensor.shape):
+            if own is not None and len(item.parts) == 1 and own.shape == torch.Size(tensor.shape):
                 wholes[tensor.name] = own
                 continue
             if tensor.name not in wholes:  # changes are applied to the values of the last export
@@ -211,26 +203,3 @@ class MegatronHfExport:
         """Slice one of this rank's parts out of its parameter."""
         parameter = self._weights[part.entry.megatron].detach()
         return self._placement.own_shard(part.entry).split(parameter)[part.number]
-
-
-def _assign_owners(
-    tensors: Sequence[PartitionedTensor], dtype: torch.dtype, owners: Sequence[int] | None
-) -> dict[int, list[PartitionedTensor]]:
-    """Choose owners so that each gets about the same number of bytes and holds a part of its tensors if possible."""
-    loads: dict[int, int] = {}
-    spread: dict[int, list[PartitionedTensor]] = {}
-    heaps: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-    allowed = None if owners is None else set(owners)
-    for tensor in tensors:
-        holders = tuple(sorted({rank for part in tensor.parts for rank in part.ranks}))
-        if allowed is not None:
-            holders = tuple(rank for rank in holders if rank in allowed) or tuple(sorted(allowed))
-        heap = heaps.setdefault(holders, [(0, rank) for rank in holders])
-        load, owner = heap[0]
-        while load < loads.get(owner, 0):
-            heapq.heapreplace(heap, (loads[owner], owner))
-            load, owner = heap[0]
-        loads[owner] = load + torch.Size(tensor.shape).numel() * dtype.itemsize
-        heapq.heapreplace(heap, (loads[owner], owner))
-        spread.setdefault(owner, []).append(tensor)
-    return spread
