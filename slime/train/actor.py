@@ -187,13 +187,13 @@ class OldPolicy:
         """Snapshot the policy's current weights, which are published as this version."""
         self._newest = version
         if not self._behind:
-            self._backend.snapshot(NAME)
+            self._backend.frozen.snapshot(NAME)
             return
-        self._backend.snapshot(f"{NAME}@{version}", on_host=True)
+        self._backend.frozen.snapshot(f"{NAME}@{version}", on_host=True)
         self._kept.add(version)
         for number in [number for number in self._kept if number < version - self._behind]:
             self._kept.remove(number)
-            self._backend.forget(f"{NAME}@{number}")
+            self._backend.frozen.forget(f"{NAME}@{number}")
 
     def nearest(self, version: int | None) -> int:
         """Return the kept version to use for this one."""
@@ -231,7 +231,7 @@ class Actor(TrainedModel):
             sources["teacher"] = InitialWeights(hf_folder=Path(config.opd_teacher_load), flag="--opd-teacher-load")
         for name, source in sources.items():
             builder.progress.begin(f"loading {name}")
-            backend.load_frozen(name, source)
+            backend.frozen.load(name, source)
         super().__init__(config, backend, start, without=config.num_critic_only_steps)
         self.old_policy: OldPolicy | None = None
         if config.keep_old_actor:
@@ -252,7 +252,7 @@ class Actor(TrainedModel):
                 else:
                     self._forward_by_version(self.old_policy, data, micro_batches)
         for name in OTHER_MODELS:
-            if self.backend.has(name):
+            if name in self.backend.frozen:
                 with timers.measure(f"{name}_log_probs", brings=True):
                     self._forward_pass(name, data, micro_batches, f"{name}_log_probs")
 
@@ -374,7 +374,7 @@ class Actor(TrainedModel):
         self.state.next_rollout_id = rollout_id + 1
         interval = self.config.ref_update_interval
         if interval is not None and (rollout_id + 1) % interval == 0:
-            self.backend.snapshot("ref", decay=self.config.ref_update_decay)
+            self.backend.frozen.snapshot("ref", decay=self.config.ref_update_decay)
 
     def remember_exported(self, version: int) -> None:
         """Snapshot the weights that are published now: they are the old policy of the next samples."""

@@ -237,22 +237,6 @@ class TrainBackend(ABC, Generic[Model]):
 
     # frozen sets
 
-    def load_frozen(self, name: str, source: InitialWeights) -> None:
-        """Load a set from a folder, in the compute dtype; its shape may differ from the policy's."""
-        self.frozen.load(name, source)
-
-    def snapshot(self, name: str, *, decay: float = 0.0, on_host: bool = False) -> None:
-        """Make or overwrite a set: `decay * set + (1 - decay) * policy`, with the policy's present weights."""
-        self.frozen.snapshot(name, decay=decay, on_host=on_host)
-
-    def forget(self, name: str) -> None:
-        """Drop a set."""
-        self.frozen.forget(name)
-
-    def has(self, name: str) -> bool:
-        """Return True if there is a set of this name."""
-        return name in self.frozen
-
     @contextmanager
     def using(self, name: str) -> Iterator[None]:
         """Run passes inside the context with this set; gradients are only ever those of the policy."""

@@ -47,16 +47,16 @@ def score_sets(ranks: Ranks, config: Config, teacher: Path) -> dict[str, list[li
         backend.clip_gradients()
         backend.update(Rates(0.3, 0.0))  # proportional to the gradient, because adam_eps is 1
 
-    backend.load_frozen("teacher", InitialWeights(hf_folder=teacher, flag="--opd-teacher-load"))
-    backend.snapshot("kept")
-    backend.snapshot("first", on_host=True)
+    backend.frozen.load("teacher", InitialWeights(hf_folder=teacher, flag="--opd-teacher-load"))
+    backend.frozen.snapshot("kept")
+    backend.frozen.snapshot("first", on_host=True)
     update()
-    backend.snapshot("kept", decay=0.25)
-    backend.snapshot("second", on_host=True)
-    backend.snapshot("dropped", on_host=True)
-    backend.forget("dropped")
+    backend.frozen.snapshot("kept", decay=0.25)
+    backend.frozen.snapshot("second", on_host=True)
+    backend.frozen.snapshot("dropped", on_host=True)
+    backend.frozen.forget("dropped")
     update()
-    assert [backend.has(name) for name in (*SETS[:4], "dropped")] == [True] * 4 + [False]
+    assert [name in backend.frozen for name in (*SETS[:4], "dropped")] == [True] * 4 + [False]
     found: dict[str, list[list[float]]] = {}
     for name in SETS:
         scores = backend.forward(micros, weights=name, entropy=True)

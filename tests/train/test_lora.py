@@ -127,7 +127,7 @@ def test_moving_reference_and_old_actor_are_stored_as_adapters(model_folder: Fol
     assert abs(second["metrics"][0]["train/kl_loss"]) < 1e-8  # the reference was updated to the policy
     assert backend.frozen._resident == {}
     assert backend.frozen._stage is None
-    backend.snapshot("kept", on_host=True)
+    backend.frozen.snapshot("kept", on_host=True)
     now = run.weights
     with backend.using("old_actor"):
         inside = run.weights

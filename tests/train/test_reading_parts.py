@@ -67,7 +67,7 @@ def read_everything(ranks: Ranks, folders: dict[str, Path], out: Path) -> dict[s
         assert (head.weight is embedding.weight) == (expected.lm_head.weight is expected.get_input_embeddings().weight)
         for name, buffer in expected.named_buffers():
             assert torch.equal(dict(backend.module.model.named_buffers())[name], buffer)
-        backend.load_frozen("ref", InitialWeights())
+        backend.frozen.load("ref", InitialWeights())
         frozen = backend.frozen.model("ref").model.model
         assert_parts(frozen, dict(whole_model(folder, torch.bfloat16).named_parameters()))
         assert not any(parameter.requires_grad for parameter in frozen.parameters())
@@ -93,7 +93,7 @@ def from_checkpoint(ranks: Ranks, folder: Path, checkpoint: Path, out: Path) -> 
     config = config_for(folder, out, actor_num_gpus_per_node=ranks.size)
     builder = FSDPBuilder(config, ranks, compute_dtype=torch.bfloat16, progress=RankProgress())
     backend = builder.policy(config, InitialWeights(checkpoint=checkpoint, flag="--ref-load"))
-    backend.load_frozen("ref", InitialWeights(checkpoint=checkpoint, flag="--ref-load"))
+    backend.frozen.load("ref", InitialWeights(checkpoint=checkpoint, flag="--ref-load"))
     expected: dict[str, Any] = torch.load(out / "expected")
     assert_parts(backend.module.model, expected)
     frozen = {name: tensor.bfloat16() for name, tensor in expected.items()}

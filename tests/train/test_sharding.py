@@ -138,7 +138,7 @@ def gathered_parameter_counts(world: Ranks, folder: str, out: str) -> dict[str, 
     """Return parameter counts of policy and reference: total, maximum gathered while a layer runs, gathered after the
     pass, and per layer."""
     backend = make_backend(world, folder, out, actor_num_gpus_per_node=world.size)
-    backend.snapshot("ref")
+    backend.frozen.snapshot("ref")
     found = {}
     for weights, module in (("policy", backend.module), ("ref", backend.frozen.model("ref").model)):
         layers, seen = module.model.model.layers, []

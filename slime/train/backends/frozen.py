@@ -109,11 +109,11 @@ class FrozenSets(Generic[Model]):
             yield self._stage.resident("stage of the host's sets")
 
     def load(self, name: str, source: InitialWeights) -> None:
-        """Load a set from a folder."""
+        """Load a set from a folder, in the compute dtype; its shape may differ from the policy's."""
         self._resident[name] = FrozenModel(self._load(source))
 
-    def snapshot(self, name: str, *, decay: float, on_host: bool) -> None:
-        """Make or overwrite a set: `decay * set + (1 - decay) * policy`."""
+    def snapshot(self, name: str, *, decay: float = 0.0, on_host: bool = False) -> None:
+        """Make or overwrite a set: `decay * set + (1 - decay) * policy`, with the policy's present weights."""
         if not on_host:
             if name not in self._resident:
                 self._resident[name] = FrozenModel(self._like_policy())

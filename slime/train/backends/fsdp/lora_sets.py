@@ -53,7 +53,7 @@ class AdapterSets(FrozenSets[PackedModel]):
         else:
             super().load(name, source)
 
-    def snapshot(self, name: str, *, decay: float, on_host: bool) -> None:
+    def snapshot(self, name: str, *, decay: float = 0.0, on_host: bool = False) -> None:
         assert decay == 0.0, "the average of two adapters has another rank"
         super().forget(name)
         self._adapters[name] = self._copy("cpu" if on_host else None)
@@ -84,7 +84,7 @@ class AdapterSets(FrozenSets[PackedModel]):
     @contextmanager
     def reading(self, name: str, saved: Iterable[str], *, averages: bool) -> Iterator[None]:
         if any(map(is_adapter, saved)):  # a set that was loaded as a separate model is an adapter in the checkpoint
-            self.snapshot(name, decay=0.0, on_host=False)
+            self.snapshot(name)
             yield
             return
         with super().reading(name, saved, averages=averages):
