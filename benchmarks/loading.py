@@ -56,7 +56,7 @@ def load(way: str, folder: str, ranks: Any, device: str) -> Any:
     if way == "whole":
         loading.register_packed_attention()
         how = {"dtype": torch.float32, "device": "cpu", "attn_implementation": ATTENTION_NAME}
-        builder.load_policy = lambda *_args: PolicyModel(load_causal_lm(folder, **how))
+        builder.load_packed = lambda *_args: PolicyModel(load_causal_lm(folder, **how))
     made = builder.FSDPBuilder(config, ranks, compute_dtype=torch.bfloat16, progress=RankProgress())
     return made.policy(config, InitialWeights())
 

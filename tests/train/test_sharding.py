@@ -99,7 +99,7 @@ def gradients_of_experts(world: Ranks, folder: str, out: str) -> bool:
     (packed(micro.row)[0] * micro.weights).sum().backward()
     expected = {name: p.grad.clone() for name, p in packed.named_parameters() if own in name and p.grad is not None}
     packed.zero_grad()
-    mesh = build_sharded_topology(world, copy_size=world.size).mesh
+    _, mesh = build_sharded_topology(world, copy_size=world.size)
     shard(packed, mesh, MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32), RankProgress())
     parameters = dict(packed.named_parameters())
     set_gradient_sync(packed, mesh, last=True)
@@ -115,12 +115,12 @@ def test_expert_used_by_one_rank_gets_its_gradients(model_folder: Folder, tmp_pa
 
 
 def rank_groups(world: Ranks, copy_size: int, context_size: int) -> dict[str, Any]:
-    found = build_sharded_topology(world, copy_size=copy_size, context_size=context_size)
-    topology, own = found.topology, torch.tensor([float(world.rank)])
+    topology, mesh = build_sharded_topology(world, copy_size=copy_size, context_size=context_size)
+    own = torch.tensor([float(world.rank)])
     groups = {"data": topology.data, "context": topology.context, "model": topology.model}
     members = {name: [int(tensor) for tensor in ranks.gather(own)] for name, ranks in groups.items()}
     assert all(members[name][ranks.rank] == world.rank for name, ranks in groups.items() if ranks.size > 1)
-    copies = found.mesh.mesh.reshape(-1, copy_size).tolist()
+    copies = mesh.mesh.reshape(-1, copy_size).tolist()
     total = topology.total(torch.tensor([2.0 ** (world.rank // context_size)]))
     return {**members, "copy": next(copy for copy in copies if world.rank in copy), "total": int(total)}
 

@@ -45,7 +45,7 @@ from slime.train.backends.fsdp.hf_export import HfExport
 from slime.train.backends.fsdp.lora import LoraLayers
 from slime.train.backends.fsdp.lora_sets import AdaptedModel, AdapterSets
 from slime.train.backends.fsdp.optimizer import ParamGroup, make_optimizer
-from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel
+from slime.train.backends.fsdp.packed_model import PackedModel
 from slime.train.backends.fsdp.sharding import (
     gather_ahead,
     gather_full_tensor,
@@ -135,7 +135,7 @@ class FSDPBackend(TrainBackend[PackedModel]):
         *,
         compute_dtype: torch.dtype,
         progress: RankProgress,
-        load_frozen: Callable[[InitialWeights], PolicyModel],
+        load_frozen: Callable[[InitialWeights], PackedModel] | None,
         layers: LoraLayers | None = None,
         base: Path = Path(),
     ) -> None:
@@ -153,16 +153,16 @@ class FSDPBackend(TrainBackend[PackedModel]):
             if mesh.device_type == "cuda":
                 fuse_layers(target, in_float8=config.fp8)
 
-        def freeze(frozen: PackedModel) -> ShardedModel[PackedModel]:
+        def load(source: InitialWeights | None) -> ShardedModel[PackedModel]:
+            """A frozen model, of the policy's shape and with weights of zero if there is no source."""
+            assert load_frozen is not None, "a value model has no frozen sets"
+            frozen = load_frozen(source or InitialWeights())
+            if source is None:
+                frozen.use_zero_sources()
             frozen.requires_grad_(False)
             fuse(frozen.model, frozen.model.dtype)
             shard(frozen, mesh, MixedPrecisionPolicy(), progress, on_host=self._on_host)
             return sharded_model(frozen)
-
-        def like_policy() -> ShardedModel[PackedModel]:
-            frozen = load_frozen(InitialWeights())
-            frozen.use_zero_sources()
-            return freeze(frozen)
 
         fuse(model, compute_dtype)
         if config.recompute_activations:
@@ -176,7 +176,7 @@ class FSDPBackend(TrainBackend[PackedModel]):
         shard(module, mesh, precision, progress, on_host=self._on_host)
         self.optimizer = make_optimizer(module.parameters(), config)
         policy = sharded_model(module)
-        sets = policy, lambda source: freeze(load_frozen(source)), like_policy
+        sets = policy, load, lambda: load(None)
         self._adapters: AdapterSets | None = None
         self._adapted: AdaptedModel | None = None
         if layers is not None:

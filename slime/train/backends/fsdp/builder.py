@@ -14,7 +14,6 @@ are longer than any window, packed into one row, with shared prompts and without
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,13 +28,14 @@ from slime.config.batch import model_replica_size
 from slime.config.initial_weights import InitialWeights, adapter_base_path
 from slime.errors import UserError
 from slime.models.folder import first_line
-from slime.models.meta_model import MetaModel, load_meta_model
+from slime.models.heads import output_projection
+from slime.models.meta_model import load_meta_model
 from slime.models.small import plain_logits, sample_tokens, small_model
 from slime.models.tensor_sources import memory_source
 from slime.models.torch_dist.hugging_face import checkpoint_sources
 from slime.train.backends.fsdp.attention import ATTENTION_NAME, register_packed_attention
 from slime.train.backends.fsdp.backend import FSDPBackend
-from slime.train.backends.fsdp.lora import lora_of, put_adapter, train_head
+from slime.train.backends.fsdp.lora import lora_of, put_adapter
 from slime.train.backends.fsdp.packed_model import PackedModel, PolicyModel, ValueModel
 from slime.train.checkpoints.folder import CheckpointFolder
 from slime.train.samples.packing import pack
@@ -43,19 +43,30 @@ from slime.train.timers import RankProgress
 from slime.train.topology import Ranks, Topology
 
 
-def load_policy(config: Config, source: InitialWeights, dtype: torch.dtype) -> PolicyModel:
-    """Load a language model, without its weights.
+def load_packed(config: Config, source: InitialWeights, dtype: torch.dtype, *, value_head: bool = False) -> PackedModel:
+    """Load the model of the source's folder (of --hf-checkpoint if the source is a checkpoint), without its weights.
 
-    `dtype` is float32 for a trained model (its master weights) and the compute dtype for a frozen one.
+    `dtype` is float32 for a trained model (its master weights) and the compute dtype for a frozen one. With
+    `value_head` it is a critic: the body of a language model with a new head.
     """
-    outline = _outline(config, source, dtype)
+    register_packed_attention()
+    folder = source.hf_folder or Path(config.hf_checkpoint)
+    outline = load_meta_model(
+        folder,
+        dtype=dtype,
+        attn_implementation=ATTENTION_NAME,
+        trust_remote_code=config.trust_remote_code,
+        weights=None if source.megatron is None else checkpoint_sources(folder, source.megatron),
+    )
+    if value_head:
+        outline.put_value_head()
+        return ValueModel(outline.model, outline.sources, gdn_backend=config.qwen_gdn_backend)
     sampled = config.loss_type != "sft_loss"  # supervised answers were not sampled at a temperature
     keep = config.log_probs_keep_gib
-    temperature = config.rollout_temperature if sampled else 1.0
     policy = PolicyModel(
         outline.model,
         outline.sources,
-        temperature=temperature,
+        temperature=config.rollout_temperature if sampled else 1.0,
         chunk_rows=config.log_probs_chunk_size,
         keep_bytes=KEPT_BYTES if keep is None else int(keep * 2**30),
         gdn_backend=config.qwen_gdn_backend,
@@ -65,41 +76,11 @@ def load_policy(config: Config, source: InitialWeights, dtype: torch.dtype) -> P
     return policy
 
 
-def load_critic(config: Config, source: InitialWeights, dtype: torch.dtype) -> ValueModel:
-    """Load a language model's body, without its weights, with a new value head."""
-    outline = _outline(config, source, dtype)
-    outline.put_value_head()
-    return ValueModel(outline.model, outline.sources, gdn_backend=config.qwen_gdn_backend)
-
-
-def _outline(config: Config, source: InitialWeights, dtype: torch.dtype) -> MetaModel:
-    """Outline of the model in the source's folder, or in --hf-checkpoint if the source is a checkpoint."""
-    register_packed_attention()
-    folder = source.hf_folder or Path(config.hf_checkpoint)
-    return load_meta_model(
-        folder,
-        dtype=dtype,
-        attn_implementation=ATTENTION_NAME,
-        trust_remote_code=config.trust_remote_code,
-        weights=None if source.megatron is None else checkpoint_sources(folder, source.megatron),
-    )
-
-
-@dataclass(frozen=True)
-class ShardedTopology:
-    """Groups of ranks, and the `mesh` over which parameters are sharded.
-
-    The mesh has two dimensions (copies, ranks of a copy) if there are several copies of the model.
-    """
-
-    topology: Topology
-    mesh: DeviceMesh
-
-
-def build_sharded_topology(world: Ranks, *, copy_size: int, context_size: int = 1) -> ShardedTopology:
+def build_sharded_topology(world: Ranks, *, copy_size: int, context_size: int = 1) -> tuple[Topology, DeviceMesh]:
     """Form the groups of ranks: `copy_size` ranks share a copy of the model, `context_size` of these share samples.
 
-    The flags have been checked for divisibility. All ranks form all groups together, in the same order.
+    Parameters are sharded over the mesh, which has two dimensions (copies, ranks of a copy) if there are several
+    copies. The flags have been checked for divisibility. All ranks form all groups together, in the same order.
     """
     device = world.device
     num_copies = world.size // copy_size
@@ -107,7 +88,7 @@ def build_sharded_topology(world: Ranks, *, copy_size: int, context_size: int = 
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
     alone = Ranks(0, 1, device)
     if context_size == 1:
-        return ShardedTopology(Topology(world=world, data=world, context=alone, model=alone), mesh)
+        return Topology(world=world, data=world, context=alone, model=alone), mesh
     by_context = [list(range(first, first + context_size)) for first in range(0, world.size, context_size)]
     by_data = [list(range(place, world.size, context_size)) for place in range(context_size)]
     own_groups: list[Ranks] = []
@@ -116,7 +97,7 @@ def build_sharded_topology(world: Ranks, *, copy_size: int, context_size: int = 
         assert own is not None
         own_groups.append(Ranks.of(own, device))
     context, data = own_groups
-    return ShardedTopology(Topology(world=world, data=data, context=context, model=alone), mesh)
+    return Topology(world=world, data=data, context=context, model=alone), mesh
 
 
 _TOLERANCE = 1e-3
@@ -176,28 +157,21 @@ class FSDPBuilder:
         self._config = config
         self._compute_dtype = compute_dtype
         self.progress = progress
-        sharded = build_sharded_topology(
+        self.topology, self._mesh = build_sharded_topology(
             world, copy_size=model_replica_size(config), context_size=config.context_parallel_size
         )
-        self.topology, self._mesh = sharded.topology, sharded.mesh
         self._checked: set[str] = set()  # configs whose packed forward was checked
 
     def policy(self, config: Config, start: InitialWeights) -> FSDPBackend:
         module = self._load(start, self._trained_dtype(config))
         if module.routers is not None:
             module.routers.check()
-        return self._trained(
-            config,
-            start,
-            module,
-            lambda source: self._load(source, self._compute_dtype),
-        )
+        return self._trained(config, start, module, lambda source: self._load(source, self._compute_dtype))
 
     def critic(self, config: Config, start: InitialWeights) -> FSDPBackend:
-        module = load_critic(config, start, self._trained_dtype(config))
-        self._check(module)
-        module.set_context_ranks(self.topology.context)
-        return self._trained(config, start, module, _loads_nothing)
+        module = load_packed(config, start, self._trained_dtype(config), value_head=True)
+        self._prepare(module)
+        return self._trained(config, start, module, None)
 
     def _trained_dtype(self, config: Config) -> torch.dtype:
         """Dtype of a trained model's weights: float32, or with LoRA the compute dtype, as they are frozen."""
@@ -208,7 +182,7 @@ class FSDPBuilder:
         config: Config,
         start: InitialWeights,
         module: PackedModel,
-        load_frozen: Callable[[InitialWeights], PolicyModel],
+        load_frozen: Callable[[InitialWeights], PackedModel] | None,
     ) -> FSDPBackend:
         lora, layers = lora_of(config), None
         if lora is not None:
@@ -216,10 +190,10 @@ class FSDPBuilder:
             layers = put_adapter(module.model, lora, **patterns)
             values = layers.start_values(config.seed, config.lora_load)
             module.sources |= {name: memory_source(value) for name, value in values}
+            if isinstance(module, ValueModel):  # its head is new: trained whole, in float32 as all trained parameters
+                output_projection(module.model).float().requires_grad_(True)
         elif start.resumes:  # the checkpoint has all weights
             module.use_zero_sources()
-        if layers is not None and isinstance(module, ValueModel):
-            train_head(module.model)
         return FSDPBackend(
             config,
             self.topology,
@@ -232,23 +206,18 @@ class FSDPBuilder:
             base=adapter_base_path(config, start),
         )
 
-    def _load(self, source: InitialWeights, dtype: torch.dtype) -> PolicyModel:
-        """Load a model without its weights; a resumed checkpoint is loaded into it later."""
-        module = load_policy(self._config, source, dtype)
-        self._check(module)
-        module.set_context_ranks(self.topology.context)
+    def _load(self, source: InitialWeights, dtype: torch.dtype) -> PackedModel:
+        """Load a policy without its weights; a resumed checkpoint is loaded into it later."""
+        module = load_packed(self._config, source, dtype)
+        self._prepare(module)
         if source.checkpoint is not None and not source.resumes:
             CheckpointFolder(source.checkpoint).provide_weights(module.model, module.sources, self._config)
         return module
 
-    def _check(self, module: PackedModel) -> None:
-        """Compare the packed forward with transformers', once for each config."""
+    def _prepare(self, module: PackedModel) -> None:
+        """Compare the packed forward with transformers', once for each config, and set the ranks that share rows."""
         facts = module.model.config.to_json_string(use_diff=False)
         if facts not in self._checked:
             check_packed(module.model)
             self._checked.add(facts)
-
-
-def _loads_nothing(source: InitialWeights) -> PolicyModel:
-    """The `load_frozen` of a critic."""
-    raise RuntimeError("a value model has no frozen sets")
+        module.set_context_ranks(self.topology.context)

@@ -21,7 +21,6 @@ from transformers import PreTrainedModel
 
 from slime.config import Config
 from slime.errors import UserError
-from slime.models.heads import output_projection
 from slime.models.lora import LORA_A, LORA_B, Lora, adapter_shapes, choose_targets, is_of_expert
 from slime.models.peft_adapter import BadAdapter, read_adapter
 
@@ -150,8 +149,3 @@ def put_adapter(
     modules = {name: (linears[name].out_features, linears[name].in_features) for name in chosen}
     experts = [name for name, _ in model.named_parameters() if is_of_expert(name)]
     return LoraLayers(lora, modules, [*linears, *experts], switch)
-
-
-def train_head(model: PreTrainedModel) -> None:
-    """Train a critic's head whole, since it is new: in float32, as all trained parameters."""
-    output_projection(model).float().requires_grad_(True)
