@@ -35,12 +35,17 @@ from slime.train.backends.frozen import FrozenSets, ResidentTensors, ShardedMode
 from slime.train.backends.hf_buckets import HfBucket, PreviousExport
 from slime.train.backends.megatron.config import ddp_config, optimizer_config
 from slime.train.backends.megatron.embedding_and_head import OUTPUT_WEIGHT
-from slime.train.backends.megatron.fp32_params import find_masters
 from slime.train.backends.megatron.hf_export import MegatronHfExport
 from slime.train.backends.megatron.pipeline import StagedModel, score_passes, train_passes
 from slime.train.backends.megatron.plugin_hooks import MegatronHooks
 from slime.train.backends.megatron.shard_map import ShardMap
-from slime.train.backends.megatron.state import optimizer_parts, read_optimizer, read_weights, weight_parts
+from slime.train.backends.megatron.state import (
+    find_masters,
+    optimizer_parts,
+    read_optimizer,
+    read_weights,
+    weight_parts,
+)
 from slime.train.backends.megatron.weights import ModelFolder, global_buffers, global_names
 from slime.train.checkpoints.rank_files import MODEL, OPTIMIZER, SavedPart
 from slime.train.checkpoints.reader import SavedTensors

@@ -29,8 +29,8 @@ from slime.models.families.weight_map import ParameterEntry
 from slime.models.folder import read_text_config
 from slime.models.loading import load_weights_config
 from slime.models.tensor_sources import Source, read_to_device
-from slime.train.backends.megatron.fp32_params import MasterParam
 from slime.train.backends.megatron.process_groups import MegatronGroups
+from slime.train.backends.megatron.state import MasterParam
 from slime.train.timers import RankProgress
 
 if TYPE_CHECKING:
