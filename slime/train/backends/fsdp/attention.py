@@ -86,27 +86,23 @@ def attach_context(model: PreTrainedModel, gdn_backend: str | None = None) -> Pa
             elif is_indexer(child):
                 setattr(parent, name, PackedIndexer(child, context))
                 context.is_indexed = True
-    _check_layers(model, replaced, is_indexed=context.is_indexed)
-    for module in model.modules():
-        object.__setattr__(module, CONTEXT_ATTRIBUTE, context)
-    return context
-
-
-def _check_layers(model: PreTrainedModel, delta_nets: int, *, is_indexed: bool) -> None:
-    """Raise UserError unless every layer mixes tokens by attention or is one of the delta nets that were replaced."""
+    # every layer must mix tokens by attention or be one of the delta nets that were replaced
     kinds = list(model.config.get_text_config().to_dict().get("layer_types") or ())
     unknown = set(kinds) - PACKABLE_LAYER_TYPES
-    if delta_nets and kinds.count(DELTA_LAYER_TYPE) == delta_nets:
+    if replaced and kinds.count(DELTA_LAYER_TYPE) == replaced:
         unknown.discard(DELTA_LAYER_TYPE)
-    if is_indexed:
+    if context.is_indexed:
         unknown.discard(INDEXED_LAYER_TYPE)
     convolutions = sum(isinstance(module, nn.Conv1d) for module in model.modules())
-    if unknown or convolutions > delta_nets:
+    if unknown or convolutions > replaced:
         found = ", ".join(sorted(unknown)) or "convolution"
         raise UserError(
             f"{type(model).__name__} has {found} layers, which this version cannot train: use a model whose layers are "
             "full or sliding-window attention, gated delta nets of Qwen's or GLM-5's sparse attention"
         )
+    for module in model.modules():
+        object.__setattr__(module, CONTEXT_ATTRIBUTE, context)
+    return context
 
 
 class PerSequenceRope(nn.Module):

@@ -36,7 +36,7 @@ from slime.train.backends.hf_buckets import HfBucket, PreviousExport
 from slime.train.backends.megatron.config import ddp_config, optimizer_config
 from slime.train.backends.megatron.embedding_and_head import OUTPUT_WEIGHT
 from slime.train.backends.megatron.hf_export import MegatronHfExport
-from slime.train.backends.megatron.pipeline import StagedModel, score_passes, train_passes
+from slime.train.backends.megatron.pipeline import StagedModel, broadcast_from_last_stage, run_passes
 from slime.train.backends.megatron.plugin_hooks import MegatronHooks
 from slime.train.backends.megatron.shard_map import ShardMap
 from slime.train.backends.megatron.state import (
@@ -129,7 +129,16 @@ class MegatronBackend(TrainBackend[StagedModel]):
         assert self._active is self._policy, "only the policy has gradients"
         assert not self._has_gradients, "gradients are summed over the ranks once per update"
         self._has_gradients = True
-        return train_passes(self.model, micro_batches, objective, self.progress, reads=reads, entropy=entropy)
+        totals = StepTotals()
+
+        def finish(micro: MicroBatch, values: Tensor, entropies: Tensor) -> Tensor:
+            outcome = objective(micro, values, entropies)
+            totals.add(outcome)
+            return outcome.loss
+
+        self.progress.begin("update: micro-batch", len(micro_batches))
+        run_passes(self.model, micro_batches, finish, self.progress, reads=reads, entropy=entropy, forward_only=False)
+        return totals
 
     def forward(
         self,
@@ -139,6 +148,12 @@ class MegatronBackend(TrainBackend[StagedModel]):
         entropy: bool = False,
         own_routing: bool = False,
     ) -> list[TokenScores]:
+        found: list[tuple[Tensor, Tensor]] = []
+
+        def finish(_micro: MicroBatch, values: Tensor, entropies: Tensor) -> Tensor:
+            found.append((values, entropies))
+            return values.new_zeros(())
+
         with self.using(weights):
             model = self._active.model
             before = [stage.training for stage in model.stages]
@@ -146,12 +161,27 @@ class MegatronBackend(TrainBackend[StagedModel]):
                 stage.eval()  # layers apply dropout and router noise only in training mode
             try:
                 self._hooks.before_log_probs(model.wrapped, weights)
-                return score_passes(
-                    model, micro_batches, self.progress, entropy=entropy, doing=weights, own_routing=own_routing
-                )
+                self.progress.begin(f"{weights}: micro-batch", len(micro_batches))
+                routed = replace(model, routers=None) if own_routing else model
+                with torch.no_grad():
+                    run_passes(
+                        routed,
+                        micro_batches,
+                        finish,
+                        self.progress,
+                        reads="log_probs",
+                        entropy=entropy,
+                        forward_only=True,
+                    )
             finally:
                 for stage, training in zip(model.wrapped, before, strict=True):
                     stage.train(training)
+        counts = [sum(micro.lengths) for micro in micro_batches]
+        values = broadcast_from_last_stage([one for one, _ in found], counts, self.groups)
+        if not entropy:
+            return [TokenScores(one) for one in values]
+        entropies = broadcast_from_last_stage([one for _, one in found], counts, self.groups)
+        return [TokenScores(one, other) for one, other in zip(values, entropies, strict=True)]
 
     # updates
 

@@ -8,7 +8,7 @@ take micro-batches in groups; dummy rows of two tokens, whose output is not used
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
-from slime.train.backend import Objective, ObjectiveInput, StepTotals, TokenScores
+from slime.train.backend import ObjectiveInput
 from slime.train.backends.megatron.cp_rows import RowSlices, slice_row
 from slime.train.backends.megatron.embedding_and_head import Head
 from slime.train.backends.megatron.process_groups import MegatronGroups
@@ -58,60 +58,7 @@ class StagedModel:
         return self.stages[0].config
 
 
-def train_passes(
-    model: StagedModel,
-    micro_batches: Sequence[MicroBatch],
-    objective: Objective,
-    progress: RankProgress,
-    *,
-    reads: ObjectiveInput,
-    entropy: bool,
-) -> StepTotals:
-    """Compute the gradients of the objective's losses, and return its sums, which only the last stage has."""
-    totals = StepTotals()
-
-    def finish(micro: MicroBatch, values: Tensor, entropies: Tensor) -> Tensor:
-        outcome = objective(micro, values, entropies)
-        totals.add(outcome)
-        return outcome.loss
-
-    progress.begin("update: micro-batch", len(micro_batches))
-    _run_schedule(model, micro_batches, finish, progress, reads=reads, entropy=entropy, forward_only=False)
-    return totals
-
-
-@torch.no_grad()
-def score_passes(
-    model: StagedModel,
-    micro_batches: Sequence[MicroBatch],
-    progress: RankProgress,
-    *,
-    entropy: bool,
-    doing: str,
-    own_routing: bool = False,
-) -> list[TokenScores]:
-    """Compute the head's numbers for each micro-batch, and return them on all stages.
-
-    With `own_routing` the routers choose experts themselves.
-    """
-    found: list[tuple[Tensor, Tensor]] = []
-
-    def finish(_micro: MicroBatch, values: Tensor, entropies: Tensor) -> Tensor:
-        found.append((values, entropies))
-        return values.new_zeros(())
-
-    progress.begin(f"{doing}: micro-batch", len(micro_batches))
-    model = replace(model, routers=None) if own_routing else model
-    _run_schedule(model, micro_batches, finish, progress, reads="log_probs", entropy=entropy, forward_only=True)
-    counts = [sum(micro.lengths) for micro in micro_batches]
-    values = _broadcast_from_last_stage([one for one, _ in found], counts, model.groups)
-    if not entropy:
-        return [TokenScores(one) for one in values]
-    entropies = _broadcast_from_last_stage([one for _, one in found], counts, model.groups)
-    return [TokenScores(one, other) for one, other in zip(values, entropies, strict=True)]
-
-
-def _run_schedule(
+def run_passes(
     model: StagedModel,
     micro_batches: Sequence[MicroBatch],
     finish: ComputeLoss,
@@ -121,6 +68,7 @@ def _run_schedule(
     entropy: bool,
     forward_only: bool,
 ) -> None:
+    """Run the micro-batches through the stages; the last stage calls `finish` with the head's numbers of each."""
     layout = model.groups.layout
     rows: list[tuple[MicroBatch | None, PackedRow]] = [(micro, micro.row) for micro in micro_batches]
     if layout.virtual > 1:
@@ -171,7 +119,7 @@ def _run_schedule(
         model.routers.forget()
 
 
-def _broadcast_from_last_stage(found: list[Tensor], counts: Sequence[int], groups: MegatronGroups) -> list[Tensor]:
+def broadcast_from_last_stage(found: list[Tensor], counts: Sequence[int], groups: MegatronGroups) -> list[Tensor]:
     """Broadcast the numbers of all micro-batches from the last stage to every stage."""
     pipeline = groups.pipeline
     if pipeline.size == 1:
