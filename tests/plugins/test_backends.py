@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from slime.algorithms import context_parallel as layout
 from slime.backends.megatron_utils.cp_utils import (
     all_gather_with_cp,
     get_logits_and_tokens_offset_with_cp,
@@ -170,24 +169,16 @@ def test_advantages_of_user_columns_are_whitened(model: Path, tmp_path: Path) ->
 # context-parallel parts of a sequence
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(("total", "response"), [(9, 4), (12, 11), (5, 1), (7, 3)])
-def test_context_parallel_parts_join_to_the_whole_sequence(size: int, total: int, response: int) -> None:
-    values = torch.arange(1.0, response + 1)
-    ranks = [{"rank": rank, "size": size} for rank in range(size)]
-    parts = [layout.own_response(values, total, response, **where) for where in ranks]
-    assert sum(len(part) for part in parts) == response
-    whole = sum(layout.whole_response(p, total, response, **w) for p, w in zip(parts, ranks, strict=True))
-    assert torch.equal(whole, values)
-    assert [layout.own_response(values.tolist(), total, response, **w) for w in ranks] == [p.tolist() for p in parts]
-    tokens = torch.arange(total)
-    for where, part in zip(ranks, parts, strict=True):
-        spans = layout.logit_spans(total, response, **where)
-        targets = [tokens[begin:end] for begin, end in layout.shifted(spans)]
-        assert torch.cat(targets).tolist() == [total - response - 1 + int(value) for value in part]
-    padded = torch.cat([layout.own_chunks(tokens, -1, **where) for where in ranks])
-    assert sorted(token for token in padded.tolist() if token >= 0) == tokens.tolist()
-    assert {len(layout.own_chunks(tokens, -1, **where)) for where in ranks} == {len(padded) // size}
+def test_both_chunks_of_one_rank_predict_the_whole_response(total: int, response: int) -> None:
+    length, chunks, logits, tokens = get_logits_and_tokens_offset_with_cp(total, response)
+    assert chunks == ((0, length), (length, 2 * length))
+    assert 2 * length - total in (0, 1)
+    for spans, first in ((logits, total - response - 1), (tokens, total - response)):
+        places = [place for begin, end in spans for place in range(begin, end)]
+        assert places == list(range(first, first + response))
+    inside = zip(logits, chunks, strict=True)
+    assert all(begin == end == 0 or chunk[0] <= begin < end <= chunk[1] for (begin, end), chunk in inside)
 
 
 def test_context_parallel_helpers_keep_the_whole_on_one_rank() -> None:

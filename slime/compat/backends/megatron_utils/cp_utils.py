@@ -1,6 +1,6 @@
 """Context parallelism for custom losses; its size is always 1 here, so each rank has whole sequences.
 
-The layout for several ranks is in `slime.algorithms.context_parallel`; rank and size are the two constants below.
+In upstream's layout one rank has both chunks of a sequence that is padded to two of equal length.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from slime.algorithms import context_parallel as layout
-from slime.algorithms.context_parallel import Span
 from slime.algorithms.reduce import sample_mean_weights, weighted_sum
 from slime.errors import UserError
 
-CP_RANK, CP_SIZE = 0, 1
+Span = tuple[int, int]
 Values = TypeVar("Values", Tensor, list[float])
 
 
@@ -25,9 +23,12 @@ def get_logits_and_tokens_offset_with_cp(
 ) -> tuple[int, tuple[Span, Span], tuple[Span, Span], tuple[Span, Span]]:
     """Return (chunk length, this rank's two chunks, the spans of their response logits, the tokens those predict)."""
     _packed(qkv_format)
-    length, chunks = layout.chunk_spans(total_length, rank=CP_RANK, size=CP_SIZE)
-    logits = layout.logit_spans(total_length, response_length, rank=CP_RANK, size=CP_SIZE)
-    return length, chunks, logits, layout.shifted(logits)
+    length, first = -(-total_length // 2), total_length - response_length - 1
+    chunks = (0, length), (length, 2 * length)
+    spans = [(max(begin, first), min(end, total_length - 1)) for begin, end in chunks]
+    logits = [span if span[0] < span[1] else (0, 0) for span in spans]  # (0, 0) for a chunk without any
+    tokens = [(begin + 1, end + 1) if begin < end else (0, 0) for begin, end in logits]
+    return length, chunks, (logits[0], logits[1]), (tokens[0], tokens[1])
 
 
 def get_sum_of_sample_mean(
@@ -59,7 +60,7 @@ def get_sum_of_sample_mean(
 
 def all_gather_with_cp(tensor: Tensor, total_length: int, response_length: int) -> Tensor:
     """Return the values of the whole response from this rank's part; with one rank there is nothing to gather."""
-    return layout.whole_response(tensor, total_length, response_length, rank=CP_RANK, size=CP_SIZE)
+    return tensor
 
 
 def slice_with_cp(
@@ -70,7 +71,7 @@ def slice_with_cp(
 ) -> Tensor:
     """Return this rank's part of a whole sequence."""
     _packed(qkv_format)
-    return layout.own_chunks(tokens, pad_value, rank=CP_RANK, size=CP_SIZE)
+    return tokens
 
 
 def slice_log_prob_with_cp(
@@ -84,7 +85,7 @@ def slice_log_prob_with_cp(
     _packed(qkv_format)
     if len(log_prob) != response_length:
         raise UserError(f"slice_log_prob_with_cp: {len(log_prob)} values for a response of {response_length} tokens")
-    return layout.own_response(log_prob, total_length, response_length, rank=CP_RANK, size=CP_SIZE)
+    return log_prob
 
 
 def _packed(qkv_format: str) -> None:
