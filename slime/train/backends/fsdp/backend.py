@@ -43,7 +43,7 @@ from slime.train.backends.frozen import FrozenSets, ResidentTensors, ShardedMode
 from slime.train.backends.fsdp.fused.layer import check_float8, fuse_layers
 from slime.train.backends.fsdp.hf_export import HfExport
 from slime.train.backends.fsdp.lora import LoraLayers
-from slime.train.backends.fsdp.lora_sets import AdaptedModel, AdapterSets
+from slime.train.backends.fsdp.lora_sets import PolicyAdapter
 from slime.train.backends.fsdp.optimizer import ParamGroup, make_optimizer
 from slime.train.backends.fsdp.packed_model import PackedModel
 from slime.train.backends.fsdp.sharding import (
@@ -177,20 +177,19 @@ class FSDPBackend(TrainBackend[PackedModel]):
         self.optimizer = make_optimizer(module.parameters(), config)
         policy = sharded_model(module)
         sets = policy, load, lambda: load(None)
-        self._adapters: AdapterSets | None = None
-        self._adapted: AdaptedModel | None = None
+        self._adapter: PolicyAdapter | None = None
         if layers is not None:
-            self._adapters = AdapterSets(*sets, layers, lambda source: adapter_base_path(config, source) == base)
-            self._adapted = AdaptedModel(module, layers, base=base, base_dtype=compute_dtype)
-            self.adapter = self._adapted.info
-        super().__init__(config, topology, progress, model.config, policy, self._adapters or FrozenSets(*sets))
+            base_of = partial(adapter_base_path, config)
+            self._adapter = PolicyAdapter(*sets, layers, base=base, base_of=base_of, base_dtype=compute_dtype)
+            self.adapter = self._adapter.info
+        super().__init__(config, topology, progress, model.config, policy, self._adapter or FrozenSets(*sets))
         own = {name: tensor for name, tensor in module.placed.items() if layers is None or not is_adapter(name)}
         leaves: dict[str, Tensor] = {**own, **dict(persistent_buffers(model))}
 
         def leaving(name: str) -> Tensor:
             """This rank's rows of a parameter, with the adapter merged; a buffer unchanged."""
-            if self._adapted is not None and name in module.placed:
-                return self._adapted.rows(name)
+            if self._adapter is not None and name in module.placed:
+                return self._adapter.rows(name)
             return part_on_device(leaves[name]).detach()
 
         world, split = topology.world, partial(split_fused_weights, model)
@@ -278,7 +277,7 @@ class FSDPBackend(TrainBackend[PackedModel]):
     # contents of a checkpoint
 
     def full_parameters(self, weights: str = POLICY) -> Iterator[NamedTensor]:
-        if self._adapters is not None and (adapter := self._adapters.placed(weights)) is not None:
+        if self._adapter is not None and (adapter := self._adapter.placed(weights)) is not None:
             for name, like, part in adapter:
                 yield name, gather_like(like, part.to(like.device))
             return
@@ -305,7 +304,7 @@ class FSDPBackend(TrainBackend[PackedModel]):
             return with_local_parts(optimizer_tensors(self.optimizer, self.module.placed))
         if kind == MODEL:
             return with_local_parts(self._saved().items())
-        if self._adapters is not None and (adapter := self._adapters.placed(kind)) is not None:
+        if self._adapter is not None and (adapter := self._adapter.placed(kind)) is not None:
             return adapter
         frozen = self.frozen.model(kind)
         parts = frozen.saved
@@ -327,8 +326,8 @@ class FSDPBackend(TrainBackend[PackedModel]):
         owners: Sequence[int] | None = None,
         earlier: PreviousExport | None = None,  # unused: shards are small here, and owners compare the tensors
     ) -> Iterator[HfBucket]:
-        with nullcontext() if self._adapted is None else self._adapted.gathered():
+        with nullcontext() if self._adapter is None else self._adapter.gathered():
             yield from self._export.buckets(dtype, max_bytes, owners)
 
     def full_adapter(self) -> Iterator[NamedTensor]:
-        return iter(()) if self._adapted is None else self._adapted.full_adapter()
+        return iter(()) if self._adapter is None else self._adapter.full_adapter()

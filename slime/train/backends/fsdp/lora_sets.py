@@ -28,8 +28,11 @@ from slime.train.backends.fsdp.sharding import gather_full_tensor, local_part, p
 from slime.train.backends.fsdp.state import LocalPart
 
 
-class AdapterSets(FrozenSets[PackedModel]):
-    """Frozen sets of a policy with LoRA: copies of its adapter, or None for the `base` weights without an adapter."""
+class PolicyAdapter(FrozenSets[PackedModel]):
+    """The adapter of a sharded policy, with its frozen sets: copies of the adapter, or None for the base weights.
+
+    `base_of` returns the folder of the base weights of a source.
+    """
 
     def __init__(
         self,
@@ -37,18 +40,26 @@ class AdapterSets(FrozenSets[PackedModel]):
         load: Callable[[InitialWeights], ShardedModel[PackedModel]],
         like_policy: Callable[[], ShardedModel[PackedModel]],
         layers: LoraLayers,
-        is_base: Callable[[InitialWeights], bool],
+        *,
+        base: Path,
+        base_of: Callable[[InitialWeights], Path],
+        base_dtype: torch.dtype,
     ) -> None:
         super().__init__(policy, load, like_policy)
         self._layers = layers
-        self._is_base = is_base
+        self._base_of = base_of
         self._adapters: dict[str, Parts | None] = {}
+        self._parameters = policy.model.placed
+        self._whole_a: dict[str, Tensor] = {}
+        facts = AdapterConfig(layers.lora.rank, layers.lora.alpha, base_dtype)
+        targets = peft_targets(layers.modules, layers.linears)
+        self.info = TrainedAdapter(facts, layers.lora.targets, tuple(targets), base)
 
     def __contains__(self, name: str) -> bool:
         return name in self._adapters or super().__contains__(name)
 
     def load(self, name: str, source: InitialWeights) -> None:
-        if self._is_base(source):
+        if self._base_of(source) == self.info.base:
             self._adapters[name] = None
         else:
             super().load(name, source)
@@ -94,8 +105,8 @@ class AdapterSets(FrozenSets[PackedModel]):
         """This rank's parts of a set's matrices, with the parameters sharded like them; None if it is no adapter."""
         if name not in self._adapters:
             return None
-        parts, placed = self._adapters[name], self._policy.model.placed
-        own = ((key, placed[key]) for key in self._layers.shapes)
+        parts = self._adapters[name]
+        own = ((key, self._parameters[key]) for key in self._layers.shapes)
         return ((key, like, torch.zeros_like(local_part(like)) if parts is None else parts[key]) for key, like in own)
 
     def _copy(self, device: str | None) -> Parts:
@@ -108,17 +119,7 @@ class AdapterSets(FrozenSets[PackedModel]):
         for name in self._layers.shapes:
             own[name].copy_(parts[name])
 
-
-class AdaptedModel:
-    """The adapter of a module that is already sharded."""
-
-    def __init__(self, module: PackedModel, layers: LoraLayers, *, base: Path, base_dtype: torch.dtype) -> None:
-        self._parameters = module.placed
-        self._layers = layers
-        self._whole_a: dict[str, Tensor] = {}
-        facts = AdapterConfig(layers.lora.rank, layers.lora.alpha, base_dtype)
-        targets = peft_targets(layers.modules, layers.linears)
-        self.info = TrainedAdapter(facts, layers.lora.targets, tuple(targets), base)
+    # export
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
