@@ -11,8 +11,10 @@ from torch import nn
 
 from slime.config import Config, derive
 from slime.errors import UserError
-from slime.train.backend import choose_trainable
+from slime.train.backend import MOMENTS, STEP, choose_trainable, has_optimizer_state
 from slime.train.backends.fsdp.optimizer import make_optimizer
+from slime.train.checkpoints.rank_files import OPTIMIZER, SavedPart, write_parts
+from slime.train.checkpoints.reader import SavedTensors
 from slime.train.topology import Ranks
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
@@ -122,3 +124,15 @@ def test_no_load_optim_and_no_load_rng_skip_saved_state(model_folder: Callable[[
         assert bool(again.trainer.actor.backend.optimizer.state) is not leaves
         assert torch.equal(torch.get_rng_state(), saved) is not leaves
         assert all(torch.equal(first.weights[name], tensor) for name, tensor in again.weights.items())
+
+
+def test_incomplete_optimizer_state_of_a_parameter_is_refused(tmp_path: Path) -> None:
+    names = [f"{part}/{name}" for part in (*MOMENTS, STEP) for name in ("whole", "part")]
+    names.remove("exp_avg_sq/part")
+    write_parts(tmp_path, 0, [SavedPart(OPTIMIZER, name, torch.zeros(1), (1,), (0,)) for name in names])
+    saved = SavedTensors(tmp_path, OPTIMIZER)
+    assert has_optimizer_state(saved, ["whole"])
+    assert not has_optimizer_state(saved, ["frozen"])
+    for wanted in (["part"], ["part", "whole"]):
+        with pytest.raises(UserError, match="is damaged: the optimizer state of part is incomplete"):
+            has_optimizer_state(saved, wanted)
