@@ -207,11 +207,7 @@ def factors(transform: LogitTransform) -> tuple[float, float, float]:
     return factor, transform.scale / transform.softcap, transform.softcap / transform.temperature
 
 
-ROWS, COLUMNS, DEPTH = (
-    128,
-    128,
-    64,
-)  # of a tile; two tiles run on a multiprocessor, so that one always computes
+ROWS, COLUMNS, DEPTH = 128, 128, 64  # of a tile; two tiles run on a multiprocessor, so that one always computes
 GROUP = 16  # tiles of rows that go over the vocabulary together, so that a piece of the weight is read once for all
 WARPS, STAGES = 4, 3
 JOINED_TILES, JOINED_ROWS = 64, 32  # of a program of `_join_tiles`

@@ -86,9 +86,9 @@ class MegatronBackend(TrainBackend[StagedModel]):
         self._hooks = hooks
         world = model.groups.topology.world
         parameters = global_names(model.stages)
-        open_ones = {name: one for name, one in parameters.items() if one.requires_grad}  # by the user's provider
+        trainable = {name: one for name, one in parameters.items() if one.requires_grad}  # the provider may freeze some
         names = "Megatron's parameter names, such as decoder.layers.0.self_attention.linear_qkv.weight"
-        choose_trainable(open_ones, config, world, known=names)
+        choose_trainable(trainable, config, world, known=names)
         self._tensors: dict[str, Tensor] = {**parameters, **global_buffers(model.stages)}
         self._wrapped = wrap_with_ddp(model.stages, ddp_config(config, model.groups.layout))
         self.model = replace(model, wrapped=self._wrapped)

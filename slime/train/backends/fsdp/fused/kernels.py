@@ -295,10 +295,8 @@ def norm_gradient(
 ) -> tuple[Tensor, Tensor]:
     """Return (gradient of x, plus `passed` if given; gradient of the weight); x is the norm's input."""
     rows, width = x.shape
-    dx, sums = (
-        torch.empty_like(x),
-        torch.empty(min(PROGRAMS["norm"], rows), width, dtype=torch.float32, device=x.device),
-    )
+    dx = torch.empty_like(x)
+    sums = torch.empty(min(PROGRAMS["norm"], rows), width, dtype=torch.float32, device=x.device)
     block = triton.next_power_of_2(width)
     _norm_backward[(len(sums),)](
         grad, x, weight, rstd, passed, dx, sums, rows, width, HAS_PASSED=passed is not None, BLOCK=block,
