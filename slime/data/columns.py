@@ -128,17 +128,24 @@ def packed(value: object, *, narrow: bool = False) -> PackedArray | None:
 
     `narrow` stores small integers as int8.
     """
-    if type(value) is not list or not value:
-        return None
+    numbers = exact_array(value, narrow=narrow) if type(value) is list and value else None
+    return None if numbers is None else PackedArray(numbers)
+
+
+def exact_array(value: list, *, narrow: bool) -> np.ndarray | None:
+    """Convert a list to an array without loss, in the narrowest type; None unless it has only integers or only floats.
+
+    `narrow` permits int8.
+    """
     kinds = set(map(type, value))
     if kinds == {int}:
         for code in ("b", "i", "q") if narrow else ("i", "q"):
             try:
-                return PackedArray(np.frombuffer(array(code, value), dtype=_NARROW[code]))
+                return np.frombuffer(array(code, value), dtype=_NARROW[code])
             except OverflowError:
                 continue
         return None
-    return PackedArray(exact_floats(np.frombuffer(array("d", value)))) if kinds == {float} else None
+    return exact_floats(np.frombuffer(array("d", value))) if kinds == {float} else None
 
 
 def grown(column: PackedArray | list[float], more: np.ndarray) -> PackedArray | list[float]:

@@ -34,6 +34,7 @@ Row = JsonObject
 _SLICE = re.compile(r"^(?P<path>.*)@\[(?P<start>-?\d*):(?P<stop>-?\d*)\]$", re.DOTALL)
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _CACHED_ROW_GROUPS = 4
+_ROWS_PER_BATCH = 512
 MOST_ROWS = 100
 MOST_BYTES = 1_000_000
 
@@ -229,7 +230,9 @@ class ParquetRows:
         group = int(np.searchsorted(self._starts, index, side="right")) - 1
         place, groups = int(self._starts[group]), list(range(group, len(self._starts) - 1))
         try:
-            batches = self._file.iter_batches(MOST_ROWS, row_groups=groups, columns=self._columns) if groups else ()
+            batches = (
+                self._file.iter_batches(_ROWS_PER_BATCH, row_groups=groups, columns=self._columns) if groups else ()
+            )
             for batch in batches:
                 for row in batch.to_pylist():
                     if place >= index:

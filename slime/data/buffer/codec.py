@@ -14,7 +14,7 @@ import msgpack
 import numpy as np
 import zstandard
 
-from slime.data.columns import PackedArray, packed
+from slime.data.columns import PackedArray, exact_array
 from slime.errors import UserError
 
 ARRAY, SCALAR, NUMBERS, TUPLE, BIG_INT = 1, 2, 3, 4, 5
@@ -25,7 +25,7 @@ _LIST_FROM = 16
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 _LEAST, _MOST = -(2**63), 2**64 - 1
 _NUMBER_TYPES = {b"b": "<i1", b"i": "<i4", b"q": "<i8", b"f": "<f4", b"d": "<f8"}
-_CODES = {"int8": b"b", "int32": b"i", "int64": b"q", "float32": b"f", "float64": b"d"}
+_CODES = {np.dtype(code.decode()): code for code in _NUMBER_TYPES}
 
 
 class Codec:
@@ -74,8 +74,7 @@ def _plain(value: object, where: str) -> object:
     if type(value) is list:
         return _plain_list(value, where)
     if type(value) is PackedArray:
-        code = _CODES[value.array.dtype.name]
-        return msgpack.ExtType(NUMBERS, code + value.array.astype(_NUMBER_TYPES[code], copy=False).tobytes())
+        return _numbers(value.array)
     if isinstance(value, dict):
         plain = {}
         for key, item in value.items():
@@ -106,8 +105,13 @@ def _plain(value: object, where: str) -> object:
 
 
 def _plain_list(value: list, where: str) -> object:
-    numbers = packed(value, narrow=True) if len(value) >= _LIST_FROM else None
-    return [_plain(item, where) for item in value] if numbers is None else _plain(numbers, where)
+    numbers = exact_array(value, narrow=True) if len(value) >= _LIST_FROM else None
+    return [_plain(item, where) for item in value] if numbers is None else _numbers(numbers)
+
+
+def _numbers(numbers: np.ndarray) -> msgpack.ExtType:
+    code = _CODES[numbers.dtype]
+    return msgpack.ExtType(NUMBERS, code + numbers.astype(_NUMBER_TYPES[code], copy=False).tobytes())
 
 
 def _extension(code: int, parts: list[object]) -> msgpack.ExtType:
