@@ -160,14 +160,19 @@ def drive(url: str, groups: int, samples: int, length: int, rollouts: int, profi
             ended.append(time.monotonic())
             return made
 
-        maker = RolloutMaker(runtime, rollout, source, log=lambda *_: False, at_work=ExitStack)
+        make: Any
+        if hasattr(RolloutMaker, "make"):  # an older revision, with --against
+            given = {"journal": journal, "log": lambda *_: False, "at_work": ExitStack, "pulse": runtime.pulse}
+            make = RolloutMaker(runtime.args, rollout, source, **given).make  # type: ignore[arg-type, attr-defined, call-arg]
+        else:
+            make = RolloutMaker(runtime, rollout, source, log=lambda *_: False, at_work=ExitStack).get
         profiler = cProfile.Profile(time.thread_time)
         print(json.dumps("ready"), flush=True)
         for number, _ in enumerate(sys.stdin):
             if profile and number == 1:
                 runtime.loop_thread.loop.call_soon_threadsafe(profiler.enable)
             began, busy = time.monotonic(), time.process_time()
-            made = maker.get(number)
+            made = make(number)
             over, busy = time.monotonic(), time.process_time() - busy
             assert len(made.samples) == groups, len(made.samples)
             print(json.dumps({"began": began, "whole": ended[-1], "over": over, "busy": busy}), flush=True)
