@@ -46,7 +46,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[tuple[int, float, fl
     core = EngineCore(parse_options([*options, "--context-length", "1024"]), on_death=print)
     core.load("cpu")
     core.start()
-    facts = ModelFacts(None, core.vocab_size, core.context_len, frozenset())
+    facts = ModelFacts(None, core.loaded.vocab_size, core.loaded.context_len, frozenset())
     grouped = core.runner.model.config._experts_implementation
     rng = random.Random(0)
 

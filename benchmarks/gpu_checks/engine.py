@@ -125,6 +125,6 @@ def _released(core: EngineCore, folder: Path, other: Path) -> Iterator[tuple[str
     core.call(lambda: core.resume_memory(tags)).result()
     for what, error in _compared(core, folder, folder):
         yield f"released and resumed: {what}", error, _BOUND
-    core.call(lambda: core.update_from_folder(str(other), "1", flush=True)).result()
+    core.call(lambda: core.weights.update_from_folder(str(other), "1", flush=True)).result()
     for what, error in _compared(core, folder, other):
         yield f"other weights: {what}", error, _BOUND

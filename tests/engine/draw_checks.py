@@ -231,7 +231,7 @@ def whole_engine() -> Iterator[str]:
         for as_on_cuda in (False, True):
             with running_core(Path(folder), "--max-running-requests", "2") as core:
                 if as_on_cuda:
-                    draw = KernelDraw(2, core.vocab_size, CPU, tile=128)
+                    draw = KernelDraw(2, core.loaded.vocab_size, CPU, tile=128)
                     core.call(partial(decode_as_on_cuda, core, draw)).result()
                 got = generate(core, [{"input_ids": prompt(i, 9), **body} for i, body in enumerate(bodies)])
             answers.append([(s.output_ids, [[t for _, t in best] for best in s.output_top], s.finish) for s in got])

@@ -179,15 +179,15 @@ class Orders:
         self.core = EngineCore(parse_options(options), on_death=self.deaths.append)
         bridge = EngineBridge(self.core)
         bridge.facts = await asyncio.to_thread(load, self.core)
-        release = self.core._release_weights
+        release = self.core.weights.release
 
         def poisoned(*, discard: bool) -> None:
             release(discard=discard)
             if discard:  # simulates the undefined content of newly mapped memory
-                self.core.views.model.load_state_dict(tensors_of(UNSET), strict=False)
+                self.core.weights.views.model.load_state_dict(tensors_of(UNSET), strict=False)
                 self.core.runner.weights_changed()
 
-        self.core._release_weights = poisoned  # type: ignore[method-assign]
+        self.core.weights.release = poisoned  # type: ignore[method-assign]
         self.core.start()
         self._runner = web.AppRunner(EngineServer(bridge).app, handler_cancellation=True, access_log=None)
         await self._runner.setup()

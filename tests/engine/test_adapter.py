@@ -34,7 +34,7 @@ def loaded(folder: Path, *options: str) -> EngineCore:
 
 
 def weights(core: EngineCore) -> Weights:
-    return {name: tensor.clone() for name, tensor in core.views.readable().items()}
+    return {name: tensor.clone() for name, tensor in core.weights.views.readable().items()}
 
 
 def folder_weights(folder: Path, dtype: torch.dtype = torch.float32) -> Weights:
@@ -77,13 +77,13 @@ def test_adapters_are_merged_into_the_base_weights_in_turn(qwen3_folder: Path, t
     """The second adapter is for other layers: the layers of the first return to the base weights."""
     core, base = loaded(qwen3_folder), folder_weights(qwen3_folder)
     first, second = random_pairs(ATTENTION, 1), random_pairs(DOWN, 2)
-    copied = core.load_adapter("a", save_adapter(tmp_path / "1", first), "1", flush=True)
+    copied = core.weights.load_adapter("a", save_adapter(tmp_path / "1", first), "1", flush=True)
     assert copied == sum(tensor.nbytes for tensor in first.values())
     assert core.weight_version == "1"
     assert_same(weights(core), expected(base, first, torch.float32))
-    core.load_adapter("a", save_adapter(tmp_path / "2", second), "2", flush=True)
+    core.weights.load_adapter("a", save_adapter(tmp_path / "2", second), "2", flush=True)
     assert_same(weights(core), expected(base, second, torch.float32))
-    core.unload_adapter("a", "3", flush=True)
+    core.weights.unload_adapter("a", "3", flush=True)
     assert_same(weights(core), base)
     assert core.weight_version == "3"
 
@@ -99,9 +99,9 @@ def test_adapter_is_merged_in_the_trainer_dtype(
     base, facts = folder_weights(qwen3_folder, dtype), AdapterConfig(4, 3.0, dtype)
     for version, modules in enumerate((ATTENTION, DOWN)):
         tensors = random_pairs(modules, version)
-        core.load_adapter("a", save_adapter(tmp_path / str(version), tensors, facts), str(version), flush=True)
+        core.weights.load_adapter("a", save_adapter(tmp_path / str(version), tensors, facts), str(version), flush=True)
         assert_same(weights(core), expected(base, tensors, getattr(torch, served_in), facts))
-    core.unload_adapter("a", "2", flush=True)
+    core.weights.unload_adapter("a", "2", flush=True)
     assert_same(weights(core), folder_weights(qwen3_folder, getattr(torch, served_in)))
 
 
@@ -109,7 +109,7 @@ def test_adapter_of_another_base_dtype_replaces_the_previous_one(qwen3_folder: P
     core, tensors = loaded(qwen3_folder), random_pairs(ATTENTION, 1)
     for dtype in (torch.float32, torch.bfloat16, torch.float32):
         facts = AdapterConfig(4, 8.0, dtype)
-        core.load_adapter("a", save_adapter(tmp_path, tensors, facts), "1", flush=True)
+        core.weights.load_adapter("a", save_adapter(tmp_path, tensors, facts), "1", flush=True)
         assert_same(weights(core), expected(folder_weights(qwen3_folder, dtype), tensors, torch.float32, facts))
 
 
@@ -117,25 +117,25 @@ def test_full_update_unloads_the_adapter_and_the_next_uses_the_base(qwen3_folder
     core, base = loaded(qwen3_folder), folder_weights(qwen3_folder)
     adapter = random_pairs(ATTENTION, 1)
     folder = save_adapter(tmp_path / "1", adapter)
-    core.load_adapter("a", folder, "1", flush=True)
+    core.weights.load_adapter("a", folder, "1", flush=True)
     other = make_model_folder(tmp_path / "other", seed=3)
-    core.update_from_folder(str(other), "2", flush=True)
+    core.weights.update_from_folder(str(other), "2", flush=True)
     assert_same(weights(core), folder_weights(other))
     with pytest.raises(BadRequest, match="no adapter 'a' is loaded"):
-        core.unload_adapter("a", "x", flush=True)
-    core.load_adapter("a", folder, "3", flush=True)
+        core.weights.unload_adapter("a", "x", flush=True)
+    core.weights.load_adapter("a", folder, "3", flush=True)
     assert_same(weights(core), expected(base, adapter, torch.float32))
 
 
 def test_loading_an_adapter_clears_stale_weights(qwen3_folder: Path, tmp_path: Path) -> None:
     core, base = loaded(qwen3_folder), folder_weights(qwen3_folder)
     adapter = random_pairs(ATTENTION, 1)
-    core.load_adapter("a", save_adapter(tmp_path, adapter), "1", flush=True)
+    core.weights.load_adapter("a", save_adapter(tmp_path, adapter), "1", flush=True)
     with torch.no_grad():
-        core.views.model.get_parameter("model.norm.weight").add_(1.0)
-    core.mark_stale("somebody wrote to a norm")
-    core.load_adapter("a", str(tmp_path), "2", flush=True)
-    assert (core.stale, core.weight_version) == (None, "2")
+        core.weights.views.model.get_parameter("model.norm.weight").add_(1.0)
+    core.weights.mark_stale("somebody wrote to a norm")
+    core.weights.load_adapter("a", str(tmp_path), "2", flush=True)
+    assert (core.weights.stale, core.weight_version) == (None, "2")
     assert_same(weights(core), expected(base, adapter, torch.float32))
 
 
@@ -144,10 +144,10 @@ def test_adapter_of_one_expert_is_merged_and_unloaded(tmp_path: Path) -> None:
     core = loaded(folder)
     before = weights(core)
     adapter = random_pairs({"model.layers.0.mlp.experts.2.down_proj": (64, 32), **ATTENTION}, 1)
-    core.load_adapter("a", save_adapter(tmp_path / "a", adapter), "1", flush=True)
+    core.weights.load_adapter("a", save_adapter(tmp_path / "a", adapter), "1", flush=True)
     assert_same(weights(core), {n: t for n, t in expected(before, adapter, torch.float32).items() if "experts.2" in n
                                 or ".experts." not in n})  # fmt: skip
-    core.unload_adapter("a", "2", flush=True)
+    core.weights.unload_adapter("a", "2", flush=True)
     assert_same(weights(core), before)
 
 
@@ -164,8 +164,10 @@ def test_rejected_adapter_changes_nothing(
     core = loaded(qwen3_folder)
     before = weights(core)
     with pytest.raises(BadRequest, match=reason):
-        core.load_adapter("a", save_adapter(tmp_path, random_pairs({**ATTENTION, **modules}, 1)), "1", flush=True)
-    assert (core.weight_version, core.stale) == ("default", None)
+        core.weights.load_adapter(
+            "a", save_adapter(tmp_path, random_pairs({**ATTENTION, **modules}, 1)), "1", flush=True
+        )
+    assert (core.weight_version, core.weights.stale) == ("default", None)
     assert_same(weights(core), before)
 
 
@@ -180,15 +182,15 @@ def test_bucketed_adapter_is_merged_with_the_last_bucket(qwen3_folder: Path) -> 
         return AnnouncedBucket("g", part, [torch.float32] * len(part), number=number, count=3, **facts)
 
     def arrive(one: AnnouncedBucket) -> None:
-        core.expect_from_group(one, "1")
-        core.update_from_group(one, {name: tensors[name] for name in one.names}, "1", flush=True)
+        core.weights.expect_from_group(one, "1")
+        core.weights.update_from_group(one, {name: tensors[name] for name in one.names}, "1", flush=True)
 
     arrive(bucket(1, names[:3]))
     arrive(bucket(2, names[3:6]))
     assert core.weight_version == "default"
     assert_same(weights(core), base)
     core.resume()
-    assert core.stale is None  # a sender that dies now has changed nothing
+    assert core.weights.stale is None  # a sender that dies now has changed nothing
     with pytest.raises(Conflict, match="bucket 2 of 3 arrived instead of bucket 3"):
         arrive(bucket(2, names[6:]))
     with pytest.raises(BadRequest, match=r"but this model needs \(\d+, \d+\)"):

@@ -49,7 +49,7 @@ def test_cuda_decoder_gives_the_tokens_of_the_cpu_decoder(qwen3_folder: Path, op
                 core.call(lambda: decode_as_on_cuda(core)).result()
             sequences = generate(core, mixture())
             core.call(core.flush_cache).result()
-            assert core.scheduler.cache.pool.free == core.capacity
+            assert core.scheduler.cache.pool.free == core.loaded.capacity
         answers.append([(s.output_ids, s.finish, len(s.input_logprobs), len(s.output_top)) for s in sequences])
     assert answers[0] == answers[1]
     assert {finish["type"] for _, finish, _, _ in answers[0] if finish} == {"stop", "length"}

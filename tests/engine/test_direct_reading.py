@@ -266,8 +266,7 @@ def test_falls_back_to_transformers_if_fused_kernels_are_wrong(
 
     monkeypatch.setattr(loader, "through_transformers", load)
     monkeypatch.setattr(PlainForward, "compare", wrong_at_first)
-    engine = loader.LoadedEngine(parse_options(["--model-path", str(qwen3_folder)]))
-    engine.load("cpu")
+    engine = loader.LoadedEngine(parse_options(["--model-path", str(qwen3_folder)]), "cpu")
     assert asked == [True, False]
     assert engine.model.block is None
     assert engine.runner.model is engine.model.weights

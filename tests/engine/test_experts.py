@@ -44,7 +44,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def routed(core: EngineCore, *bodies: dict[str, Any]) -> list[tuple[Sequence, dict[str, Any]]]:
     """Run the requests together; return each sequence with the `meta_info` of its answer."""
-    facts = ModelFacts(make_tokenizer(), core.vocab_size, core.context_len, frozenset(), core.runner.experts.topk > 0)
+    facts = ModelFacts(
+        make_tokenizer(), core.loaded.vocab_size, core.loaded.context_len, frozenset(), core.runner.experts.topk > 0
+    )
     waiter, made = Waiter(), []
     for body in bodies:
         [request], _ = parse_generate({"return_routed_experts": True, **body}, facts)
@@ -119,7 +121,7 @@ def test_retracted_sequences_keep_their_experts(folder: Path) -> None:
 
 def test_aborted_sequence_returns_experts_of_its_sampled_tokens(folder: Path) -> None:
     with running_core(folder) as core:
-        facts = ModelFacts(make_tokenizer(), core.vocab_size, core.context_len, frozenset(), True)
+        facts = ModelFacts(make_tokenizer(), core.loaded.vocab_size, core.loaded.context_len, frozenset(), True)
         body = {"input_ids": prompt(2, 6), "sampling_params": {"max_new_tokens": 400}, "return_routed_experts": True}
         [request], _ = parse_generate({**body, "stream": True}, facts)
         waiter = Waiter()
@@ -151,7 +153,7 @@ def test_routed_experts_are_returned_over_http(folder: Path) -> None:
 
     async def ask(core: EngineCore) -> tuple[Any, Any, Any, list[str]]:
         engine = EngineBridge(core)
-        engine.facts = ModelFacts(make_tokenizer(), core.vocab_size, core.context_len, frozenset(), True)
+        engine.facts = ModelFacts(make_tokenizer(), core.loaded.vocab_size, core.loaded.context_len, frozenset(), True)
         async with TestClient(TestServer(EngineServer(engine).app)) as client:
             whole = await (await client.post("/generate", json={**body, "return_routed_experts": True})).json()
             late = {**body, "return_routed_experts": True, "routed_experts_start_len": 7}

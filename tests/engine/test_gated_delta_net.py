@@ -69,7 +69,7 @@ def test_samples_of_one_prompt_share_no_prefix_and_run_together(folder: Path) ->
     with running_core(folder) as core:
         sequences = generate(core, [{"input_ids": prompt(1, 30), "sampling_params": {"max_new_tokens": 4, "n": 5}}])
         assert [seq.cached_tokens for seq in sequences] == [0] * 5
-        assert core.counters.steps == 1 + 3
+        assert core.steps.counters.steps == 1 + 3
         follow_up = {"input_ids": sequences[0].tokens + prompt(2, 3), "sampling_params": {"max_new_tokens": 4}}
         sequences += generate(core, [follow_up])
     assert_right(folder, sequences)
@@ -110,7 +110,7 @@ def test_lookahead_log_probs_match_transformers(folder: Path) -> None:
 def test_update_from_folder_loads_the_new_weights(folder: Path, tmp_path: Path) -> None:
     other = make_model_folder(tmp_path / "other", "qwen3_5_text", seed=1, **ARCHITECTURES["qwen3_5_text"])
     with running_core(folder) as core:
-        core.call(lambda: core.update_from_folder(str(other), "1", flush=True)).result()
+        core.call(lambda: core.weights.update_from_folder(str(other), "1", flush=True)).result()
         sequences = generate(core, [{"input_ids": prompt(4, 9), "sampling_params": {"max_new_tokens": 5}}])
     assert_right(other, sequences)
 

@@ -35,7 +35,7 @@ async def health(core: EngineCore) -> tuple[int, dict[str, Any]]:
 
 def bridge_to(core: EngineCore) -> EngineBridge:
     bridge = EngineBridge(core)
-    bridge.facts = ModelFacts(make_tokenizer(), core.vocab_size, core.context_len, frozenset())
+    bridge.facts = ModelFacts(make_tokenizer(), core.loaded.vocab_size, core.loaded.context_len, frozenset())
     return bridge
 
 
@@ -46,14 +46,14 @@ def test_engine_with_all_rows_in_use_is_healthy(qwen3_folder: Path) -> None:
         bridge = bridge_to(core)
         requests = [server_module.parse_generate(LONG, bridge.loaded)[0][0] for _ in range(2)]
         working = [asyncio.ensure_future(bridge.run(request)) for request in requests]
-        while core.counters.generated_tokens == 0:  # noqa: ASYNC110 (of another thread)
+        while core.steps.counters.generated_tokens == 0:  # noqa: ASYNC110 (of another thread)
             await asyncio.sleep(0)
         assert await health(core) == (200, {"status": "ok"})
         if any(task.done() for task in working):
             return False
         done = await asyncio.gather(*working)
         assert [len(finished.sequence.output_ids) for [finished] in done] == [250, 250]
-        assert core.counters.requests == 2  # the probe queues no request
+        assert core.steps.counters.requests == 2  # the probe queues no request
         return True
 
     for _ in range(5):  # retry if the engine finished a request before the probe
@@ -66,7 +66,7 @@ def test_engine_with_all_rows_in_use_is_healthy(qwen3_folder: Path) -> None:
 def test_idle_engine_generates_one_token_for_the_probe(qwen3_folder: Path) -> None:
     with running_core(qwen3_folder) as core:
         assert asyncio.run(health(core)) == (200, {"status": "ok"})
-        assert core.counters.generated_tokens == 1
+        assert core.steps.counters.generated_tokens == 1
 
 
 @pytest.mark.parametrize("is_working", [False, True])
@@ -85,7 +85,7 @@ def test_engine_without_progress_is_unhealthy(
         if is_working:
             [request], _ = server_module.parse_generate(LONG, bridge.loaded)
             working = asyncio.ensure_future(bridge.run(request))
-            while core.counters.generated_tokens == 0:  # noqa: ASYNC110 (of another thread)
+            while core.steps.counters.generated_tokens == 0:  # noqa: ASYNC110 (of another thread)
                 await asyncio.sleep(0)
         hanging = core.call(hang)
         await asyncio.to_thread(stuck.wait, 240)

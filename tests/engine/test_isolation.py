@@ -126,7 +126,7 @@ def test_sequence_whose_step_raises_fails_alone(
         assert (failed.finish["type"], failed.finish["status_code"]) == ("abort", 500)
         assert "broken on purpose" in failed.finish["message"]
         core.call(core.flush_cache).result(240)
-        assert core.scheduler.cache.pool.free == core.capacity
+        assert core.scheduler.cache.pool.free == core.loaded.capacity
 
 
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -188,7 +188,7 @@ def test_detokenization_error_fails_only_its_request(qwen3_folder: Path) -> None
         waiter = Waiter()
         sequences = []
         for tokenizer, stop in ((make_tokenizer(), None), (Broken(), ["x"])):
-            facts = ModelFacts(tokenizer, core.vocab_size, core.context_len, frozenset())
+            facts = ModelFacts(tokenizer, core.loaded.vocab_size, core.loaded.context_len, frozenset())
             [request], _ = parse_generate({**bodies(1)[0], "sampling_params": {**GREEDY, "stop": stop}}, facts)
             sequences += request.sequences(facts, waiter.notify)
         core.submit(sequences)
@@ -216,7 +216,7 @@ def test_scheduler_error_aborts_all_requests_and_the_engine_recovers(
             assert (seq.finish["type"], seq.finish["status_code"]) == ("abort", 500)
         assert core.call(lambda: (core.scheduler.idle, core.scheduler.cache.pool.free)).result(240) == (
             True,
-            core.capacity,
+            core.loaded.capacity,
         )
         assert tokens(core, 1, 2) == want
 
@@ -226,7 +226,7 @@ def test_requests_aborted_by_an_update_leave_no_cached_prefix(qwen3_folder: Path
 
     def swap() -> None:
         core.pause("abort")
-        core.update_weights(lambda: 0, "2", flush=True)
+        core.weights.apply(lambda: 0, "2", flush=True)
         core.resume()
 
     long = [{"input_ids": prompt(1, 24), "sampling_params": {**GREEDY, "max_new_tokens": 400}}]

@@ -55,7 +55,7 @@ def run(folder: Path, options: list[str], requests: list[dict[str, Any]], *, ahe
         core.runner.looks_ahead = ahead
         sequences = generate(core, requests)
         core.call(core.flush_cache).result(60)
-        assert core.scheduler.cache.pool.free == core.capacity
+        assert core.scheduler.cache.pool.free == core.loaded.capacity
         assert core.scheduler.free_rows == core.scheduler.max_running
         assert [seq.ahead for seq in sequences] == [0] * len(sequences)
     return [(seq.output_ids, seq.finish, seq.versions) for seq in sequences]
@@ -124,7 +124,7 @@ def running_requests(
 
     class Running:
         def __enter__(self) -> list[Sequence]:
-            facts = ModelFacts(make_tokenizer(), core.vocab_size, core.context_len, frozenset())
+            facts = ModelFacts(make_tokenizer(), core.loaded.vocab_size, core.loaded.context_len, frozenset())
             self.waiter, self.sequences = Waiter(), list[Sequence]()
 
             def notify(seq: Sequence) -> None:
@@ -145,7 +145,7 @@ def running_requests(
 
 
 def _update(core: EngineCore, other: Path, sequences: list[Sequence]) -> None:
-    core.call(lambda: core.update_from_folder(str(other), "new", flush=True)).result(60)
+    core.call(lambda: core.weights.update_from_folder(str(other), "new", flush=True)).result(60)
 
 
 def _abort(core: EngineCore, other: Path, sequences: list[Sequence]) -> None:
@@ -173,7 +173,7 @@ def test_commands_during_lookahead_keep_log_probs_and_slots_correct(
             assert started.wait(60)
             command(core, other, sequences)
         core.call(core.flush_cache).result(60)
-        assert core.scheduler.cache.pool.free == core.capacity
+        assert core.scheduler.cache.pool.free == core.loaded.capacity
     for seq in sequences:
         assert seq.finish is not None
         if seq.finish["type"] == "abort":

@@ -83,7 +83,7 @@ def running_core(folder: Path, *options: str) -> Iterator[EngineCore]:
 
 def generate(core: EngineCore, bodies: list[dict[str, Any]], eos: frozenset[int] = frozenset()) -> list[Sequence]:
     """Run the requests together with fixed seeds; return the sequences in the order of the requests."""
-    facts = ModelFacts(make_tokenizer(), core.vocab_size, core.context_len, eos)
+    facts = ModelFacts(make_tokenizer(), core.loaded.vocab_size, core.loaded.context_len, eos)
     waiter, sequences = Waiter(), []
     for i, body in enumerate(bodies):
         params = {"sampling_seed": i, **body.get("sampling_params", {})}
@@ -156,7 +156,7 @@ def test_sampling_follows_the_distribution(qwen3_folder: Path) -> None:
     with running_core(qwen3_folder) as core:
         body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1, "temperature": 1.3, "n": draws}}
         sequences = generate(core, [body])
-        assert core.counters.cached_tokens >= (draws - 1) * (len(ids) - 1)
+        assert core.steps.counters.cached_tokens >= (draws - 1) * (len(ids) - 1)
     model = AutoModelForCausalLM.from_pretrained(qwen3_folder, dtype=torch.float32).eval()
     with torch.no_grad():
         probs = (model(input_ids=torch.tensor([ids])).logits[0, -1] / 1.3).softmax(-1)
@@ -243,7 +243,7 @@ def test_lookahead_gives_the_same_tokens_and_correct_log_probs(qwen3_folder: Pat
             sequences = generate(core, bodies)
             answers.append([(s.output_ids, s.finish) for s in sequences])
             core.call(core.flush_cache).result()
-            assert core.scheduler.cache.pool.free == core.capacity
+            assert core.scheduler.cache.pool.free == core.loaded.capacity
         for seq in sequences:
             want = reference_logprobs(qwen3_folder, seq)
             torch.testing.assert_close(torch.tensor(seq.logprobs), want, atol=2e-5, rtol=0)
@@ -283,7 +283,7 @@ def test_command_during_a_step_runs_after_its_tokens_are_read(command: str, qwen
     def late() -> None:
         flights.append(len(core.steps.flights))
         if command == "update":
-            core.update_from_folder(str(other), "new", flush=True)
+            core.weights.update_from_folder(str(other), "new", flush=True)
         else:
             core.pause("retract")
             core.resume()
@@ -293,7 +293,7 @@ def test_command_during_a_step_runs_after_its_tokens_are_read(command: str, qwen
     params = {"max_new_tokens": 12, "temperature": 1.0, "ignore_eos": True}
     [seq] = generate(core, [{"input_ids": prompt(1, 6), "sampling_params": params}])
     core.call(core.flush_cache).result()
-    assert core.scheduler.cache.pool.free == core.capacity
+    assert core.scheduler.cache.pool.free == core.loaded.capacity
     core.stop()
     assert flights == [0]
     old = (torch.tensor(seq.logprobs) - reference_logprobs(qwen3_folder, seq)).abs() < 2e-5
@@ -354,7 +354,7 @@ def test_fused_experts_are_updated_by_checkpoint_names(tmp_path: Path) -> None:
         save_file(dict(part), tmp_path / f"{name}.safetensors", metadata={"format": "pt"})
     paths = [str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")]
     with running_core(first) as core:
-        core.call(lambda: core.update_from_files(paths, "1", flush=True)).result()
+        core.call(lambda: core.weights.update_from_files(paths, "1", flush=True)).result()
         [seq] = generate(core, [{"input_ids": prompt(2, 9), "sampling_params": {"max_new_tokens": 8}}])
     torch.testing.assert_close(torch.tensor(seq.logprobs), reference_logprobs(other, seq), atol=2e-5, rtol=0)
 
@@ -366,7 +366,7 @@ def test_weight_updates_reach_packed_layers(tmp_path: Path) -> None:
     bodies = [{"input_ids": prompt(i, 5 + 3 * i), "sampling_params": {"max_new_tokens": 6}} for i in range(3)]
     with running_core(first) as core:
         before = generate(core, bodies)
-        core.call(lambda: core.update_from_folder(str(other), "1", flush=True)).result()
+        core.call(lambda: core.weights.update_from_folder(str(other), "1", flush=True)).result()
         after = generate(core, bodies)
     for folder, sequences in ((first, before), (other, after)):
         for seq in sequences:
@@ -460,7 +460,7 @@ def test_load_check_runs_with_one_row_and_a_tiny_cache(qwen3_folder: Path) -> No
 def test_context_is_limited_to_the_indexer_topk(tmp_path: Path) -> None:
     folder = make_model_folder(tmp_path / "sparse", "glm_moe_dsa", **{**ARCHITECTURES["glm_moe_dsa"], "index_topk": 32})
     with running_core(folder) as core:
-        assert core.context_len == 32
+        assert core.loaded.context_len == 32
         [seq] = generate(core, [{"input_ids": prompt(1, 20), "sampling_params": {"max_new_tokens": 30}}])
         assert len(seq.tokens) == 32
     torch.testing.assert_close(torch.tensor(seq.logprobs), reference_logprobs(folder, seq), atol=2e-5, rtol=0)
@@ -474,7 +474,7 @@ def test_context_is_limited_to_the_original_rope_length(tmp_path: Path) -> None:
     original = {"original_max_position_embeddings": 64}
     folder = make_model_folder(tmp_path / "long", "phi3", rope_parameters={**rope, **original}, **original)
     with running_core(folder) as core:
-        assert core.context_len == 64
+        assert core.loaded.context_len == 64
         [seq] = generate(core, [{"input_ids": prompt(1, 50), "sampling_params": {"max_new_tokens": 20}}])
         assert len(seq.tokens) == 64
     torch.testing.assert_close(torch.tensor(seq.logprobs), reference_logprobs(folder, seq), atol=2e-5, rtol=0)

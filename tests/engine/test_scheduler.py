@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from slime.engine.embedded.engine import EngineCore
-from slime.engine.embedded.executor import EngineCounters, StepExecutor
+from slime.engine.embedded.executor import StepExecutor
 from slime.engine.embedded.kv_cache import KVCache
 from slime.engine.embedded.options import parse_options
 from slime.engine.embedded.sampling_params import SamplingParams
@@ -233,7 +233,7 @@ def test_abort_cost_is_linear_in_the_aborted_sequences() -> None:
 
     core = EngineCore(parse_options(["--model-path", "m"]), on_death=print)
     core.scheduler = Scheduler(KVCache(64), max_running=8, context_len=8, chunk=8)
-    core.steps = StepExecutor(core.scheduler, None, EngineCounters(), version="1", fresh_cache=lambda: KVCache(64))  # type: ignore[arg-type]
+    core.steps = StepExecutor(core.scheduler, None, version="1")  # type: ignore[arg-type]
     told: list[Sequence] = []
     count, of_each = 4096, 2
     core._accept(

@@ -18,7 +18,7 @@ from slime.engine.embedded.engine import EngineCore
 from slime.engine.embedded.errors import BadRequest
 from slime.engine.embedded.http.requests import parse_generate
 from slime.engine.embedded.http.responses import final_text
-from slime.engine.embedded.loader import LoadedEngine
+from slime.engine.embedded.loader import allocate_cache
 from slime.engine.embedded.options import parse_options
 from slime.engine.embedded.tokenizer import FinalText
 from slime.errors import UserError
@@ -48,11 +48,9 @@ def test_cache_that_does_not_fit_gives_sizes_and_a_remedy(refusal: Exception, mo
         raise refusal
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**30, 2**34))
-    engine = LoadedEngine(parse_options(["--model-path", "/nowhere"]))
-    engine.memory, engine.capacity = None, 2**20
-    engine.runner = SimpleNamespace(allocate_kv=refuse, kv_bytes_per_token=lambda: 4096)  # type: ignore[assignment]
+    runner: Any = SimpleNamespace(allocate_kv=refuse, kv_bytes_per_token=lambda: 4096)
     with pytest.raises(UserError, match=r"of 1048576 tokens takes 4\.0 GiB, and 1\.0 are free .* --max-total-tokens"):
-        engine._allocate_cache(0)
+        allocate_cache(runner, None, 2**20)
 
 
 def test_folder_without_a_tokenizer_serves_token_ids_only(tmp_path: Path) -> None:

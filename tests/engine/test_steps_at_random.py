@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from slime.engine.embedded.executor import EngineCounters, StepExecutor
+from slime.engine.embedded.executor import StepExecutor
 from slime.engine.embedded.kv_cache import KVCache
 from slime.engine.embedded.sampling_params import SamplingParams
 from slime.engine.embedded.scheduler import Extend, Scheduler, Sequence
@@ -108,9 +108,7 @@ class Engine:
         self.decoder = HashDecoder(self.scheduler, rng, failures=rng.choice([0.0, 0.03, 0.2]))
         self.decoder.looks_ahead = ahead
         runner: Any = SimpleNamespace(cuda=False, context=SimpleNamespace(window=SimpleNamespace(forget=lambda: None)))
-        self.steps = StepExecutor(
-            self.scheduler, runner, EngineCounters(), version="1", fresh_cache=lambda: KVCache(capacity)
-        )
+        self.steps = StepExecutor(self.scheduler, runner, version="1")
         self.steps.decoder = self.decoder
         self.steps._turns.mixed_tokens = rng.choice([3, 20])
         self.everyone: list[Sequence] = []

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -132,7 +133,7 @@ def test_error_event_in_a_stream_raises_engine_failed() -> None:
 class ScriptedCore:
     """An engine core whose thread appends scripted tokens instead of running a model."""
 
-    weight_version, stale, halted = "5", None, False
+    weight_version, weights, halted = "5", SimpleNamespace(stale=None), False
 
     def __init__(self, *options: str) -> None:
         self.options = parse_options(["--model-path", "scripted", *options])

@@ -31,7 +31,7 @@ def load_core(folder: Path, *options: str) -> EngineCore:
 
 
 def weights(core: EngineCore) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in core.views.readable().items()}
+    return {name: tensor.clone() for name, tensor in core.weights.views.readable().items()}
 
 
 def drop_tensors(folder: Path, *names: str) -> Path:
@@ -47,7 +47,7 @@ def test_rejects_a_folder_with_missing_tensors(qwen3_folder: Path, tmp_path: Pat
     before = weights(core)
     save_file({"lm_head.weight": torch.zeros(320, 64)}, tmp_path / "model.safetensors")
     with pytest.raises(BadRequest, match=r"lacks model\.embed_tokens\.weight and \d+ more"):
-        core.update_from_folder(str(tmp_path), "1", flush=True)
+        core.weights.update_from_folder(str(tmp_path), "1", flush=True)
     assert core.weight_version == "default"
     for name, tensor in weights(core).items():
         assert torch.equal(tensor, before[name]), name
@@ -58,38 +58,38 @@ def test_tied_tensors_may_be_stored_under_one_name(tmp_path: Path) -> None:
     core = load_core(make_model_folder(tmp_path / "first", **tied))
     other = make_model_folder(tmp_path / "other", seed=1, **tied)
     assert "lm_head.weight" not in load_file(other / "model.safetensors")
-    core.update_from_folder(str(other), "1", flush=True)
+    core.weights.update_from_folder(str(other), "1", flush=True)
     assert core.weight_version == "1"
     with pytest.raises(BadRequest, match=r"lacks model\.embed_tokens\.weight:"):
-        core.update_from_folder(str(drop_tensors(other, "model.embed_tokens.weight")), "2", flush=True)
+        core.weights.update_from_folder(str(drop_tensors(other, "model.embed_tokens.weight")), "2", flush=True)
 
 
 def test_missing_expert_is_named(tmp_path: Path) -> None:
     core = load_core(make_model_folder(tmp_path / "first", "qwen3_moe", **EXPERTS))
     other = make_model_folder(tmp_path / "other", "qwen3_moe", seed=1, **EXPERTS)
-    core.update_from_folder(str(other), "1", flush=True)
+    core.weights.update_from_folder(str(other), "1", flush=True)
     expert = "model.layers.1.mlp.experts.2.up_proj.weight"
     with pytest.raises(BadRequest, match=rf"lacks {expert.replace('.', '[.]')}:"):
-        core.update_from_folder(str(drop_tensors(other, expert)), "2", flush=True)
+        core.weights.update_from_folder(str(drop_tensors(other, expert)), "2", flush=True)
     assert core.weight_version == "1"
 
 
 def test_partial_files_leave_weights_stale(qwen3_folder: Path, tmp_path: Path) -> None:
     core = load_core(qwen3_folder)
-    core.mark_stale("a delta did not fit")
+    core.weights.mark_stale("a delta did not fit")
     part = tmp_path / "part.safetensors"
     save_file({"lm_head.weight": torch.zeros(320, 64)}, part)
-    core.update_from_files([str(part)], "1", flush=True)
-    assert core.stale is not None
-    core.update_from_files([str(qwen3_folder / "model.safetensors")], "2", flush=True)
-    assert core.stale is None
+    core.weights.update_from_files([str(part)], "1", flush=True)
+    assert core.weights.stale is not None
+    core.weights.update_from_files([str(qwen3_folder / "model.safetensors")], "2", flush=True)
+    assert core.weights.stale is None
 
 
 def test_weights_are_stale_after_a_delta_was_applied_in_part(
     qwen3_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core = load_core(qwen3_folder)
-    core.update_from_files([str(qwen3_folder / "model.safetensors")], "0", flush=True)
+    core.weights.update_from_files([str(qwen3_folder / "model.safetensors")], "0", flush=True)
     before = {name: weights(core)[name] for name in ("lm_head.weight", "model.norm.weight")}
     trained = {name: tensor + 1 for name, tensor in before.items()}
     blobs = {n: encode(TensorDiff.between(bytes_of(before[n]), bytes_of(trained[n])), "xor").data for n in before}
@@ -106,26 +106,26 @@ def test_weights_are_stale_after_a_delta_was_applied_in_part(
 
     monkeypatch.setattr(apply_module, "put_bytes", put_the_first_only)
     with pytest.raises(PartialWrite, match="the delta was applied in part: on purpose"):
-        core.update_from_folder(str(tmp_path), "1", flush=True)
+        core.weights.update_from_folder(str(tmp_path), "1", flush=True)
     assert core.weight_version == "0"
-    assert core.stale is not None
-    assert "in part" in core.stale
+    assert core.weights.stale is not None
+    assert "in part" in core.weights.stale
 
 
 def test_unversioned_updates_do_not_add_up_but_buckets_do(qwen3_folder: Path, tmp_path: Path) -> None:
     core = load_core(qwen3_folder)
     tensors = load_file(qwen3_folder / "model.safetensors")
     parts = [{name: tensors[name] for name in sorted(tensors)[at::2]} for at in range(2)]
-    core.mark_stale("a delta did not fit")
+    core.weights.mark_stale("a delta did not fit")
     for number, part in enumerate(parts):  # without a version they may belong to two publications
         save_file(part, tmp_path / f"{number}.safetensors")
-        core.update_from_files([str(tmp_path / f"{number}.safetensors")], None, flush=True)
-    assert core.stale is not None
+        core.weights.update_from_files([str(tmp_path / f"{number}.safetensors")], None, flush=True)
+    assert core.weights.stale is not None
     for number, part in enumerate(parts, start=1):
         names, shapes = list(part), [tuple(tensor.shape) for tensor in part.values()]
         bucket = AnnouncedBucket("g", names, [torch.float32] * len(names), shapes, number, len(parts))
-        core.update_from_group(bucket, part, None, flush=True)
-    assert core.stale is None
+        core.weights.update_from_group(bucket, part, None, flush=True)
+    assert core.weights.stale is None
 
 
 OWN_CODE = """
@@ -172,25 +172,25 @@ def test_remote_code_runs_only_from_the_start_folder(tmp_path: Path, home_has_co
     other = add_remote_code(make_model_folder(tmp_path / "other", "llama", seed=1), foreign)
     tensors = strip_model_prefix(other)
     if home_has_code:  # this code reads the other folder's weights
-        core.update_from_folder(str(other), "1", flush=True)
+        core.weights.update_from_folder(str(other), "1", flush=True)
         for name, tensor in weights(core).items():
             assert torch.equal(tensor, tensors[name]), name
     else:
         with pytest.raises(BadRequest, match="pass --trust-remote-code"):
-            core.update_from_folder(str(other), "1", flush=True)
+            core.weights.update_from_folder(str(other), "1", flush=True)
         assert core.weight_version == "default"
     assert not foreign.exists()
 
 
 def test_rejects_a_checksum_of_released_weights(qwen3_folder: Path) -> None:
     core = load_core(qwen3_folder)
-    before = core.check_weights("checksum")
+    before = core.weights.check("checksum")
     core.release_memory(["weights"])
     with pytest.raises(BadRequest, match="the weights are released: call /resume_memory_occupation first"):
-        core.check_weights("checksum")
-    assert core.check_weights("shapes")["shapes"]["lm_head.weight"] == [320, 64]  # shapes need no weights in memory
+        core.weights.check("checksum")
+    assert core.weights.check("shapes")["shapes"]["lm_head.weight"] == [320, 64]  # shapes need no weights in memory
     core.resume_memory(["weights"])
-    assert core.check_weights("checksum") == before
+    assert core.weights.check("checksum") == before
 
 
 @pytest.mark.parametrize("mode", PAUSE_MODES)

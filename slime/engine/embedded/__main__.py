@@ -135,7 +135,7 @@ async def serve(options: EngineOptions) -> int:
         for number in ending_signals():
             loop.add_signal_handler(number, end, None)
         core = EngineCore(options, on_death=lambda error: loop.call_soon_threadsafe(end, error))
-        core.phases["imports"] = process_age()
+        phases = {"imports": process_age()}
         engine = EngineBridge(core)
         most = most_connections(options.max_queued_requests + OTHER_CONNECTIONS, descriptors_each=1)
         connections = Connections(most)
@@ -153,9 +153,10 @@ async def serve(options: EngineOptions) -> int:
                 shorten_switch_interval()
             gc.freeze()  # loaded objects stay: collecting among them would delay requests and steps
             core.start()
-            took = ", ".join(f"{name} {seconds:.1f}" for name, seconds in core.phases.items() if seconds >= 0.05)
+            loaded = core.loaded
+            took = ", ".join(f"{name} {each:.1f}" for name, each in (phases | loaded.phases).items() if each >= 0.05)
             log.info("started in %.1f s (%s)", process_age(), took)
-            log.info("ready on %s: %s tokens of KV cache, %s of context", address, core.capacity, core.context_len)
+            log.info("ready on %s: %s tokens of KV cache, %s of context", address, loaded.capacity, loaded.context_len)
             return 0 if await stop is None else 1
         finally:
             gc.unfreeze()
@@ -197,10 +198,11 @@ def load(core: EngineCore) -> ModelFacts:
         except UserError as mistake:
             raise UserError(f"{mistake}; --skip-tokenizer-init serves token ids alone") from mistake
     core.load(resolve_device(options.device))
-    stops = core.model.eos_ids | parse_token_ids(tokenizer.eos_token_id)
-    has_experts = core.runner.experts.topk > 0
+    loaded = core.loaded
+    stops = loaded.model.eos_ids | parse_token_ids(tokenizer.eos_token_id)
+    has_experts = loaded.runner.experts.topk > 0
     for_chats = None if options.skip_tokenizer_init else chat.get
-    return ModelFacts(tokenizer, core.vocab_size, core.context_len, stops, has_experts, chat_tokenizer=for_chats)
+    return ModelFacts(tokenizer, loaded.vocab_size, loaded.context_len, stops, has_experts, chat_tokenizer=for_chats)
 
 
 def end_process(code: int) -> NoReturn:

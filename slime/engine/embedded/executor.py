@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -44,17 +44,26 @@ class EngineCounters:
 
 
 @dataclass
-class StepInFlight:
-    """A step that was launched and not read yet; it samples one token for each of `sequences`.
+class Step:
+    """A step: one token for each of `sequences`, computed by a launch whose result may not be read yet.
 
     In a decode step these are the decoding sequences, with `slots` for their last tokens; in an extend step the
     sequences whose prompts end with one of `extends`.
     """
 
     sequences: list[Sequence]
-    launched: object
     slots: np.ndarray | None = None
     extends: list[Extend] = field(default_factory=list)
+    launched: object = None
+
+    def split(self) -> Iterator[tuple[Sequence, Step]]:
+        """Yield each sequence with a step of its own."""
+        if self.slots is None:
+            for e in self.extends:
+                yield e.sequence, Step([e.sequence] if e.is_sampled else [], extends=[e])
+        else:
+            for i, seq in enumerate(self.sequences):
+                yield seq, Step([seq], self.slots[i : i + 1])
 
 
 class StepExecutor:
@@ -66,23 +75,14 @@ class StepExecutor:
     for the prefix cache is deferred (`settle`) until the device has its next step.
     """
 
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        runner: ModelRunner,
-        counters: EngineCounters,
-        *,
-        version: str,
-        fresh_cache: Callable[[], KVCache],
-    ) -> None:
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner, *, version: str) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.decoder: StepDecoder = runner
-        self.counters = counters
+        self.counters = EngineCounters()
         self.version = version
-        self.flights: deque[StepInFlight] = deque()
-        self._fresh_cache = fresh_cache
-        self._chores: list[Callable[[], object]] = []
+        self.flights: deque[Step] = deque()
+        self.chores: list[Callable[[], object]] = []  # the deferred work
         self._turns = StepInterleaver()
         scheduler.before_release = self._record_experts
 
@@ -91,7 +91,7 @@ class StepExecutor:
         if self._launch():
             self.settle()
         elif self.flights:
-            self._land()
+            self._read_oldest()
         elif self.scheduler.prefilling:  # half-computed prompts block one another: retract the youngest
             self.scheduler.retract(self.scheduler.prefilling[-1])
         else:
@@ -99,7 +99,7 @@ class StepExecutor:
                 f"{len(self.scheduler.waiting)} sequences wait and none runs, but there are no free KV slots for any"
             )
         while len(self.flights) > self.decoder.looks_ahead:
-            self._land()
+            self._read_oldest()
         if not self.decoder.looks_ahead:
             self.settle()
         if self.counters.steps % _STEPS_PER_CAPTURE == 0:
@@ -113,169 +113,132 @@ class StepExecutor:
     def land(self) -> None:
         """Read every step in flight."""
         while self.flights:
-            self._land()
-
-    @property
-    def is_unsettled(self) -> bool:
-        return bool(self._chores)
+            self._read_oldest()
 
     def settle(self) -> None:
         """Do the deferred work: share computed prompts and release the slots of finished sequences."""
-        chores, self._chores = self._chores, []
+        chores, self.chores = self.chores, []
         for chore in chores:
             chore()
 
-    # launching
-
     def _launch(self) -> bool:
         """Launch the next step; False if nothing can be launched before a step is read or slots are freed."""
-        members = [seq for seq in self.scheduler.running if seq.wants_more]
-        budget = self._turns.prompt_tokens(self.scheduler, len(members), mixes=self.decoder.looks_ahead)
+        s, step = self.scheduler, None
+        members = [seq for seq in s.running if seq.wants_more]
+        budget = self._turns.prompt_tokens(s, len(members), mixes=self.decoder.looks_ahead)
         if budget:
             self.settle()  # makes the prefixes and rows of finished sequences available
-            extends = self.scheduler.next_extends(self.version, budget)
+            extends = s.next_extends(self.version, budget)
             self._turns.extended(sum(e.end - e.start for e in extends))
             if extends:
-                self.counters.steps += 1
-                try:
-                    launched = self.decoder.launch_extend(extends)
-                    sampled = [e.sequence for e in extends if e.is_sampled]
-                    for seq in sampled:
-                        seq.ahead += 1
-                        self.scheduler.prefilled(seq)
-                    self.flights.append(StepInFlight(sampled, launched, extends=extends))
-                except Exception as error:  # noqa: BLE001 - it belongs to one command or sequence
-                    self.quiesce()
-                    self._retry_extends(extends, error)
+                step = Step([e.sequence for e in extends if e.is_sampled], extends=extends)
+        if step is None:
+            if not members:
+                return False
+            if any(seq.ahead and not seq.plain and not self.decoder.foresees(seq) for seq in members):
+                self.quiesce()
+            slots = s.slots_for(len(members)) if self.flights else None
+            if slots is None:  # slots are freed only while no step is in flight
+                self.quiesce()
+                slots, members = s.next_decode(), list(s.running)
+            if slots is None:
                 return True
-        return bool(members) and self._launch_decode(members)
-
-    def _launch_decode(self, members: list[Sequence]) -> bool:
-        s = self.scheduler
-        if any(seq.ahead and not seq.plain and not self.decoder.foresees(seq) for seq in members):
-            self.quiesce()
-        slots = s.slots_for(len(members)) if self.flights else None
-        if slots is None:  # slots are freed only while no step is in flight
-            self.quiesce()
-            slots, members = s.next_decode(), list(s.running)
-        if slots is None:
-            return True
+            self._turns.decoded()
+            step = Step(members, slots)
         self.counters.steps += 1
-        self._turns.decoded()
         try:
-            launched = self.decoder.launch(members, slots, [seq.ahead for seq in members])
+            step.launched = self._compute(step)
         except Exception as error:  # noqa: BLE001 - it belongs to one command or sequence
             self.quiesce()
-            self._retry_decode(members, slots, error)
+            self._retry(step, error)
             return True
-        for seq in members:
+        for seq in step.sequences:
             seq.ahead += 1
-        self.flights.append(StepInFlight(members, launched, slots))
+            if step.slots is None:
+                s.prefilled(seq)
+        self.flights.append(step)
         return True
 
-    # reading
+    def _compute(self, step: Step) -> object:
+        if step.slots is None:
+            return self.decoder.launch_extend(step.extends)
+        return self.decoder.launch(step.sequences, step.slots, [seq.ahead for seq in step.sequences])
 
-    def _land(self) -> None:
+    def _read_oldest(self) -> None:
         """Read the oldest step; if it failed, repeat it sequence by sequence and undo the steps launched after it."""
-        flight = self.flights[0]
+        step = self.flights[0]
         try:
-            sampled = self.decoder.collect(flight.launched)
+            sampled = self.decoder.collect(step.launched)
         except Exception as error:  # noqa: BLE001 - it belongs to one command or sequence
             self.settle()
-            while len(self.flights) > 1:
-                later = self.flights.pop()
-                self._undo(later)
-                if later.slots is not None:  # a sequence that left the batch has released its own slots itself
-                    self.scheduler.cache.release(later.slots)
-                for e in reversed(later.extends):
+            while self.flights:
+                undone = self.flights.pop()
+                for seq in undone.sequences:
+                    seq.ahead -= 1
+                    del seq.output_top[len(seq.output_ids) :]
+                for e in undone.extends:
+                    del e.sequence.input_logprobs[e.scored :]
+                    if e.is_sampled and e.sequence.finish is None:
+                        self.scheduler.undo_prefilled(e.sequence)
+                if undone is step:  # it keeps its slots
+                    break
+                if undone.slots is not None:  # a sequence that left the batch has released its own slots itself
+                    self.scheduler.cache.release(undone.slots)
+                for e in reversed(undone.extends):
                     if e.sequence.finish is None:
                         self.scheduler.undo_extend(e)
-            self.flights.clear()
-            self._undo(flight)
-            if flight.slots is None:
-                self._retry_extends(flight.extends, error)
-            else:
-                self._retry_decode(flight.sequences, flight.slots, error)
+            self._retry(step, error)
             return
         self.flights.popleft()
-        for seq in flight.sequences:
+        for seq in step.sequences:
             seq.ahead -= 1
-        if flight.slots is None:
-            self._apply_extends(flight.extends, sampled)
-        else:
-            self._apply_decode(flight.sequences, flight.slots, sampled)
+        self._apply(step, sampled)
 
-    def _undo(self, flight: StepInFlight) -> None:
-        """Undo the launch of a step for its sequences; its slots stay allocated."""
-        for seq in flight.sequences:
-            seq.ahead -= 1
+    def _retry(self, step: Step, error: Exception) -> None:
+        """Repeat a step that raised, one sequence at a time; a sequence that raises again fails alone."""
+        log.error("a step of %d sequences failed", len(step.extends or step.sequences), exc_info=error)
+        self._check_device()
+        for seq, alone in step.split():
             del seq.output_top[len(seq.output_ids) :]
-        for e in flight.extends:
-            del e.sequence.input_logprobs[e.scored :]
-            if e.is_sampled and e.sequence.finish is None:
-                self.scheduler.undo_prefilled(e.sequence)
+            cause: Exception | None = None
+            if seq.finish is None:
+                for e in alone.extends:
+                    del seq.input_logprobs[e.scored :]
+                try:
+                    sampled = self.decoder.collect(self._compute(alone))
+                except Exception as failure:  # noqa: BLE001 - it belongs to one command or sequence
+                    cause = failure
+                else:
+                    if alone.slots is None and alone.sequences:
+                        self.scheduler.prefilled(seq)
+                    self._apply(alone, sampled)
+                    continue
+            if alone.slots is not None:
+                self.scheduler.cache.release(alone.slots)
+            if cause is not None:
+                self._fail(seq, cause)
+        self.settle()
 
-    def _apply_extends(self, extends: list[Extend], sampled: Sampled) -> None:
-        self.counters.prefilled_tokens += sum(e.end - e.start for e in extends)
-        drawn = dict(zip((e.sequence for e in extends if e.is_sampled), zip(*sampled, strict=True), strict=True))
-        complete = [e.sequence for e in extends if e.is_complete and e.sequence.finish is None]
-        for seq in complete:
+    def _apply(self, step: Step, sampled: Sampled) -> None:
+        """Append the sampled tokens, finish and notify sequences, and free the slots of those that ended before."""
+        ended = [i for i, seq in enumerate(step.sequences) if seq.finish is not None]
+        drawn = [each for each in zip(step.sequences, *sampled, strict=True) if each[0].finish is None]
+        if step.slots is not None:
+            if ended:
+                self.scheduler.cache.release(step.slots[ended])
+            for seq, _, _ in drawn:
+                seq.computed += 1
+        self.counters.prefilled_tokens += sum(e.end - e.start for e in step.extends)
+        for e in step.extends:
+            seq = e.sequence
+            if not e.is_complete or seq.finish is not None:
+                continue
             self.counters.prompt_tokens += len(seq.prompt_ids)
             self.counters.cached_tokens += seq.cached_tokens
-            self._chores.append(partial(self.scheduler.share, seq))
+            self.chores.append(partial(self.scheduler.share, seq))
             if seq.max_new_tokens == 0:
                 seq.end({"type": "length", "length": 0})
                 self.leave(seq)
-        self._append_tokens([(seq, *drawn[seq]) for seq in complete if seq in drawn])
-
-    def _retry_extends(self, extends: list[Extend], error: Exception) -> None:
-        """Repeat an extend step that raised, one sequence at a time; a sequence that raises again fails alone."""
-        log.error("an extend step of %d sequences failed", len(extends), exc_info=error)
-        self._check_device()
-        for e in extends:
-            seq = e.sequence
-            if seq.finish is not None:
-                continue
-            del seq.input_logprobs[e.scored :], seq.output_top[len(seq.output_ids) :]
-            try:
-                own = self.decoder.collect(self.decoder.launch_extend([e]))
-            except Exception as cause:  # noqa: BLE001 - it belongs to one command or sequence
-                self._fail(seq, cause)
-                continue
-            if e.is_sampled:
-                self.scheduler.prefilled(seq)
-            self._apply_extends([e], own)
-        self.settle()
-
-    def _retry_decode(self, running: list[Sequence], slots: np.ndarray, error: Exception) -> None:
-        """Repeat a decode step that raised, one sequence at a time; a sequence that raises again fails alone."""
-        log.error("a decode step of %d sequences failed", len(running), exc_info=error)
-        self._check_device()
-        for at, seq in enumerate(running):
-            del seq.output_top[len(seq.output_ids) :]
-            slot = slots[at : at + 1]
-            if seq.finish is not None:
-                self.scheduler.cache.release(slot)
-                continue
-            try:
-                sampled = self.decoder.collect(self.decoder.launch([seq], slot, [0]))
-            except Exception as cause:  # noqa: BLE001 - it belongs to one command or sequence
-                self.scheduler.cache.release(slot)
-                self._fail(seq, cause)
-                continue
-            self._apply_decode([seq], slot, sampled)
-        self.settle()
-
-    def _apply_decode(self, running: list[Sequence], slots: np.ndarray, sampled: Sampled) -> None:
-        finished = [i for i, seq in enumerate(running) if seq.finish is not None]
-        if finished:
-            self.scheduler.cache.release(slots[finished])
-        alive = [step for step in zip(running, *sampled, strict=True) if step[0].finish is None]
-        for seq, _, _ in alive:
-            seq.computed += 1
-        self._append_tokens(alive)
-
-    def _append_tokens(self, drawn: list[tuple[Sequence, int, float]]) -> None:
         self.counters.generated_tokens += len(drawn)
         version = self.version
         for seq, token, logprob in drawn:
@@ -289,8 +252,6 @@ class StepExecutor:
             elif seq.stream:
                 self._tell(seq)
 
-    # leaving
-
     def _record_experts(self, seq: Sequence, slots: np.ndarray) -> None:
         """Record which experts computed a sequence's slots, before it loses them, if its request asks for them.
 
@@ -302,12 +263,12 @@ class StepExecutor:
 
     def leave(self, seq: Sequence) -> None:
         """Remove a finished sequence from the batch and notify its waiter; its slots are freed later (`settle`)."""
-        if any(e.sequence is seq for flight in self.flights for e in flight.extends):
+        if any(e.sequence is seq for step in self.flights for e in step.extends):
             seq.kv_version = None  # the step that fills its slots is not read yet and may fail
         self._turns.made_room()
         self.scheduler.leave(seq)
         if seq.routed_from is None:
-            self._chores.append(partial(self.scheduler.drop, seq, version=self.version))
+            self.chores.append(partial(self.scheduler.drop, seq, version=self.version))
         else:  # its answer has the experts of its slots, so they are released first
             self.settle()
             self.scheduler.drop(seq, version=self.version)
@@ -331,9 +292,10 @@ class StepExecutor:
         log.error("a step failed: all requests in the engine fail", exc_info=error)
         self._check_device()
         self.flights.clear()
-        self._chores.clear()
+        self.chores.clear()
         sequences = self.scheduler.all()
-        self.scheduler.reset(self._fresh_cache())
+        cache = self.scheduler.cache
+        self.scheduler.reset(KVCache(cache.pool.capacity, share_prefixes=cache.shares))
         for seq in sequences:
             seq.end(_abort_reason(error))
             self._tell(seq)

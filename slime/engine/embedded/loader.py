@@ -28,7 +28,7 @@ from torch import nn
 
 from slime.cluster.devices import choose_dtype, slow_dtype_note
 from slime.cluster.memory.cuda_driver import CudaDriverError
-from slime.engine.embedded.executor import EngineCounters, StepExecutor
+from slime.engine.embedded.executor import StepExecutor
 from slime.engine.embedded.fused.reference import ReferenceModel
 from slime.engine.embedded.fused.rope import NotFused
 from slime.engine.embedded.fused.runner import FusedRunner
@@ -68,41 +68,6 @@ log = logging.getLogger(__name__)
 
 _DEFAULT_EOS_IDS = {"llama": 2, "mistral": 2}
 """EOS token ids that transformers assumes where config.json names none, by model type."""
-
-
-def fused_block(facts: JsonMapping, model: nn.Module) -> FusedModelSpec | None:
-    """Describe a model with this (text) config for the fused kernels; None, with a log line, if they do not fit."""
-    try:
-        block = block_of(facts)
-        own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-        if any(own.get(name) != shape for name, shape in tensor_shapes(block).items()):
-            raise NotFused("its weights do not have the names and shapes of its model type")
-    except NotFused as reason:
-        log.info("transformers' own code computes this model, not the fused kernels: %s", reason)
-        return None
-    return block
-
-
-def make_body(
-    runner: ModelRunner, block: FusedModelSpec | None, *, most: int, positions: int, owned: bool, compile_layers: bool
-) -> DeviceModel:
-    """Make the body that computes the layers: fused kernels for a `block`, else transformers' modules.
-
-    `owned`: the weights are in memory of the engine, where those of one product are contiguous; otherwise this function
-    moves them so.
-    """
-    if block is None:
-        from slime.engine.embedded.model.interface import TransformersModel
-
-        if compile_layers:
-            log.info("compiling the decoder layers: this takes a few seconds (--no-compile skips it)")
-        return TransformersModel(runner, compile_layers=compile_layers)
-    from slime.engine.embedded.fused.model import FusedModel
-
-    if not owned:
-        make_contiguous(runner.model, together(block))
-    tensors, context = runner.model.state_dict(), runner.context
-    return FusedModel(block, tensors, context, most=most, positions=positions, routed=runner.experts)
 
 
 @dataclass(frozen=True)
@@ -216,7 +181,16 @@ def through_transformers(
         trust_remote_code=trust_remote_code,
     )
     facts = model.config.get_text_config().to_dict()
-    block = fused_block(facts, model) if device == "cuda" and fused_kernels else None
+    block = None
+    if device == "cuda" and fused_kernels:
+        try:
+            found = block_of(facts)
+            own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+            if any(own.get(name) != shape for name, shape in tensor_shapes(found).items()):
+                raise NotFused("its weights do not have the names and shapes of its model type")
+            block = found
+        except NotFused as reason:
+            log.info("transformers' own code computes this model, not the fused kernels: %s", reason)
     if memory is not None:
         memory.adopt(model, () if block is None else together(block))
         model.to(device)  # the buffers; the parameters are there already
@@ -235,53 +209,53 @@ def through_transformers(
 
 
 class LoadedEngine:
-    """Model, scheduler and step executor of one engine; `load` makes all of them."""
+    """The model of an engine with its KV cache, its scheduler and the executor of its steps, checked and ready.
 
-    memory: EngineMemory | None
-    vocab_size: int
-    context_len: int
-    capacity: int
+    Loading is slow; `phases` has the seconds of its parts.
+    """
 
-    def __init__(self, options: EngineOptions) -> None:
-        self.options = options
-        self.counters = EngineCounters()
-        self.phases: dict[str, float] = {}  # seconds
-
-    @property
-    def weight_version(self) -> str:
-        return self.steps.version
-
-    def load(self, device: str) -> None:
-        """Load the model and allocate its KV cache; slow, called once."""
-        o = self.options
+    def __init__(self, options: EngineOptions, device: str) -> None:
+        self._options, o = options, options
+        self.phases: dict[str, float] = {}
         name, reason = choose_dtype(o.dtype, device, count_parameters(o.model_path))
         log.info("computing in %s on %s: %s", name, device, reason)
         note = slow_dtype_note("--dtype", o.dtype, device)
         if note is not None:
             log.warning(note)
         dtype = getattr(torch, name)
+
+        def read_through_transformers(*, fused_kernels: bool) -> LoadedModel:
+            return through_transformers(
+                o.model_path,
+                dtype=dtype,
+                device=device,
+                memory=self.memory,
+                trust_remote_code=o.trust_remote_code,
+                fused_kernels=fused_kernels,
+            )
+
         plain = None
         if device == "cuda" and o.fused_kernels:
             plain = PlainFolder.at(o.model_path, trust_remote_code=o.trust_remote_code)
         with self._phase("device"):
             self.memory = EngineMemory.on(torch.device(device))
-        compiling = [] if plain is None else self._compile(plain, dtype)  # after the device was initialised
+        compiling = [] if plain is None else self._compile_ahead(plain, dtype)  # after the device was initialised
         with self._phase("weights"):
             if plain is not None and self.memory is not None:
                 model = plain.read(dtype, self.memory)
             else:
-                model = self._through_transformers(device, dtype, fused_kernels=o.fused_kernels)
+                model = read_through_transformers(fused_kernels=o.fused_kernels)
         try:
             self._make_ready(model, compiling)
         except NumericsMismatch as wrong:
-            if self.model.block is None:
+            if model.block is None:
                 raise
             log.error("transformers' own code computes the model, since the fused kernels failed a check: %s", wrong)
             if self.memory is not None:
                 self.memory.release_weights(keep=False)
                 self.memory.release_cache()
                 self.memory = EngineMemory.on(torch.device(device))
-            self._make_ready(self._through_transformers(device, dtype, fused_kernels=False))
+            self._make_ready(read_through_transformers(fused_kernels=False))
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -291,13 +265,16 @@ class LoadedEngine:
         finally:
             self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - began
 
-    def _compile(self, folder: PlainFolder, dtype: torch.dtype) -> list[threading.Thread]:
+    def _compile_ahead(self, folder: PlainFolder, dtype: torch.dtype) -> list[threading.Thread]:
         """Start threads that compile the model's kernels while its weights are read, not when they are first used."""
         from slime.engine.embedded.fused.model import compile_kernels
         from slime.engine.embedded.sampling.sampler import KernelDraw
 
-        o = self.options
-        most, positions = o.max_running_requests, min(self._longest(folder.facts), o.max_total_tokens or sys.maxsize)
+        o = self._options
+        most, positions = (
+            o.max_running_requests,
+            min(longest_sequence(o, folder.facts), o.max_total_tokens or sys.maxsize),
+        )
 
         def run(compiles: Callable[[], None]) -> None:
             try:
@@ -314,20 +291,11 @@ class LoadedEngine:
             thread.start()
         return threads
 
-    def _through_transformers(self, device: str, dtype: torch.dtype, *, fused_kernels: bool) -> LoadedModel:
-        return through_transformers(
-            self.options.model_path,
-            dtype=dtype,
-            device=device,
-            memory=self.memory,
-            trust_remote_code=self.options.trust_remote_code,
-            fused_kernels=fused_kernels,
-        )
-
     def _make_ready(self, model: LoadedModel, compiling: Iterable[threading.Thread] = ()) -> None:
-        o, self.model, facts = self.options, model, model.facts
-        self.vocab_size = facts["vocab_size"]
-        longest = self._longest(facts)
+        """Allocate the KV cache, prepare the code that computes the model, and compare it with a plain forward."""
+        o, self.model, facts = self._options, model, model.facts
+        self.vocab_size: int = facts["vocab_size"]
+        longest = longest_sequence(o, facts)
         self.context_len = min(longest, o.max_total_tokens or longest)
         first = next(model.weights.parameters())
         with self._phase("plain forward"):
@@ -350,69 +318,71 @@ class LoadedEngine:
             self.runner = model.runner(self.scheduler.table)
         self.capacity = o.max_total_tokens or affordable_slots(self.runner, o, facts, self.context_len)
         self.context_len = min(self.context_len, self.capacity)
-        self.scheduler.cache = self._fresh_cache()
+        shares = o.share_prefixes and not self.runner.states  # recurrent states cannot be split at a prefix
+        self.scheduler.cache = KVCache(self.capacity, share_prefixes=shares)
         with self._phase("KV cache"):
-            self._allocate_cache(plain.slots)
-        self.steps = StepExecutor(
-            self.scheduler, self.runner, self.counters, version=o.weight_version, fresh_cache=self._fresh_cache
-        )
+            allocate_cache(self.runner, self.memory, max(self.capacity, plain.slots))
+        self.steps = StepExecutor(self.scheduler, self.runner, version=o.weight_version)
         with self._phase("kernels"):
             for thread in compiling:
                 thread.join()
         draw = None
         if self.runner.cuda:
             with self._phase("graphs"):
-                draw = self._prepare_cuda()
+                draw = self.prepare_cuda()
         with self._phase("check"):
             plain.compare(self.runner, self.steps.decoder, self.scheduler.table)
         if draw is not None:
             draw.prepare_in_background()  # last, when nothing else needs the interpreter
 
-    def _allocate_cache(self, least: int) -> None:
-        """Allocate slots for the capacity, or for the `least` slots that the check at the start writes to."""
-        slots = max(self.capacity, least)
-        try:
-            self.runner.allocate_kv(slots, None if self.memory is None else self.memory.zeros)
-        except (CudaDriverError, torch.cuda.OutOfMemoryError) as error:
-            wanted, free = slots * self.runner.kv_bytes_per_token(), torch.cuda.mem_get_info()[0]
-            raise UserError(
-                f"a KV cache of {slots} tokens takes {wanted / 2**30:.1f} GiB, and {free / 2**30:.1f} are free on this "
-                "GPU: lower --max-total-tokens (--engine-max-total-tokens in a run), or free memory on it"
-            ) from error
-
-    def _longest(self, facts: JsonMapping) -> int:
-        """Return the length of the longest sequence that the model and the options allow."""
-        asked, ends = self.options.context_length, exact_length_limit(facts)
-        longest: int = asked or facts["max_position_embeddings"]
-        if ends is None or longest <= ends[0]:
-            return longest
-        limit, what = ends
-        reason = f"this {facts['model_type']} model {what} in sequences above {limit} tokens"
-        if asked is not None:
-            raise UserError(f"{reason}: set --context-length to {limit} at most, or serve it with SGLang")
-        log.warning("%s: the context length is limited to that", reason)
-        return limit
-
-    def _fresh_cache(self) -> KVCache:
-        shares = self.options.share_prefixes and not self.runner.states  # recurrent states cannot be split at a prefix
-        return KVCache(self.capacity, share_prefixes=shares)
-
-    def _prepare_cuda(self) -> KernelDraw:
+    def prepare_cuda(self) -> KernelDraw:
         """Prepare the model's body and capture CUDA graphs; returns the sampler, with kernels for plain draws only."""
         from slime.engine.embedded.model.cuda_graphs import CudaDecoder
+        from slime.engine.embedded.model.interface import TransformersModel
         from slime.engine.embedded.sampling.sampler import KernelDraw
 
-        o = self.options
-        body = make_body(
-            self.runner,
-            self.model.block,
-            most=o.max_running_requests,
-            positions=self.context_len,
-            owned=self.memory is not None,
-            compile_layers=o.compile is not False,
-        )
-        draw = KernelDraw(o.max_running_requests, self.vocab_size, self.runner.device)
-        decoder = CudaDecoder(self.runner, body, draw, max_running=o.max_running_requests)
+        o, runner, block = self._options, self.runner, self.model.block
+        most = o.max_running_requests
+        body: DeviceModel
+        if block is None:
+            if o.compile is not False:
+                log.info("compiling the decoder layers: this takes a few seconds (--no-compile skips it)")
+            body = TransformersModel(runner, compile_layers=o.compile is not False)
+        else:
+            from slime.engine.embedded.fused.model import FusedModel
+
+            if self.memory is None:  # in the engine's own memory the weights of one product are contiguous already
+                make_contiguous(runner.model, together(block))
+            tensors, context = runner.model.state_dict(), runner.context
+            body = FusedModel(block, tensors, context, most=most, positions=self.context_len, routed=runner.experts)
+        draw = KernelDraw(most, self.vocab_size, runner.device)
+        decoder = CudaDecoder(runner, body, draw, max_running=most)
         decoder.capture()
         self.steps.decoder = decoder
         return draw
+
+
+def longest_sequence(options: EngineOptions, facts: JsonMapping) -> int:
+    """Return the length of the longest sequence that the model and the options allow."""
+    asked, ends = options.context_length, exact_length_limit(facts)
+    longest: int = asked or facts["max_position_embeddings"]
+    if ends is None or longest <= ends[0]:
+        return longest
+    limit, what = ends
+    reason = f"this {facts['model_type']} model {what} in sequences above {limit} tokens"
+    if asked is not None:
+        raise UserError(f"{reason}: set --context-length to {limit} at most, or serve it with SGLang")
+    log.warning("%s: the context length is limited to that", reason)
+    return limit
+
+
+def allocate_cache(runner: ModelRunner, memory: EngineMemory | None, slots: int) -> None:
+    """Allocate a KV cache of `slots` tokens in `memory`, or in torch's."""
+    try:
+        runner.allocate_kv(slots, None if memory is None else memory.zeros)
+    except (CudaDriverError, torch.cuda.OutOfMemoryError) as error:
+        wanted, free = slots * runner.kv_bytes_per_token(), torch.cuda.mem_get_info()[0]
+        raise UserError(
+            f"a KV cache of {slots} tokens takes {wanted / 2**30:.1f} GiB, and {free / 2**30:.1f} are free on this "
+            "GPU: lower --max-total-tokens (--engine-max-total-tokens in a run), or free memory on it"
+        ) from error

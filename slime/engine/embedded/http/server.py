@@ -111,10 +111,8 @@ class EngineServer:
                 return error_answer(refused.status, refused.message)
             if self._engine.facts is None and request.path not in ("/server_info", "/get_server_info"):
                 return error_answer(503, "the model is still loading")
-            if self.core.stale is not None and request.path in _GENERATING:
-                return error_answer(
-                    503, f"the weights are stale ({self.core.stale}): publish whole weights to this engine"
-                )
+            if request.path in _GENERATING and (stale := self.core.weights.stale) is not None:
+                return error_answer(503, f"the weights are stale ({stale}): publish whole weights to this engine")
             return await handler(request)
         except BadRequest as refused:
             return error_answer(refused.status, str(refused), refused.param)
@@ -201,12 +199,12 @@ class EngineServer:
         """
         body = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}}
         probe: asyncio.Future[list[FinishedSequence]] | None = None
-        began, deadline = self.core.counters.computed, time.monotonic() + _PROBE_SECONDS
+        began, deadline = self.core.steps.counters.computed, time.monotonic() + _PROBE_SECONDS
         try:
             while time.monotonic() < deadline:
                 if self.core.halted:
                     return json_answer({"status": "paused"})
-                if self.core.counters.computed > began:
+                if self.core.steps.counters.computed > began:
                     return json_answer({"status": "ok"})
                 if probe is None and self.core.scheduler.idle:
                     [one_token], _ = parse_generate(body, self._engine.loaded)
@@ -288,7 +286,7 @@ class EngineServer:
     async def update_weights_from_disk(self, request: web.Request) -> web.Response:
         body = await json_body(request)
         folder, version, flush = body["model_path"].text(), *_version_and_flush(body)
-        return await self._run_update(lambda: self.core.update_from_folder(folder, version, flush=flush))
+        return await self._run_update(lambda: self.core.weights.update_from_folder(folder, version, flush=flush))
 
     async def update_weights_from_tensor(self, request: web.Request) -> web.Response:
         """Load safetensors files of this machine that the JSON names, or the safetensors blob in the body."""
@@ -296,7 +294,7 @@ class EngineServer:
             blob = await request.clone(client_max_size=_MAX_BLOB).read()
             version = request.query.get("weight_version")
             flush = request.query.get("flush_cache", "true") == "true"
-            return await self._run_update(lambda: self.core.update_from_bytes(blob, version, flush=flush))
+            return await self._run_update(lambda: self.core.weights.update_from_bytes(blob, version, flush=flush))
         body = await json_body(request)
         if "serialized_named_tensors" in body:
             raise BadRequest(
@@ -306,7 +304,7 @@ class EngineServer:
         if body["load_format"].optional_text() != "safetensors_file" or not (paths := body["paths"].texts()):
             raise BadRequest("give load_format safetensors_file and paths, a list of safetensors files")
         version, flush = _version_and_flush(body)
-        return await self._run_update(lambda: self.core.update_from_files(paths, version, flush=flush))
+        return await self._run_update(lambda: self.core.weights.update_from_files(paths, version, flush=flush))
 
     async def init_weights_update_group(self, request: web.Request) -> web.Response:
         meeting = rendezvous(await json_body(request))
@@ -317,12 +315,14 @@ class EngineServer:
         body = await json_body(request)
         bucket = parse_bucket(body)
         version, flush = _version_and_flush(body)
-        await self._engine.call(lambda: self.core.expect_from_group(bucket, version), meets_steps=True)
+        await self._engine.call(lambda: self.core.weights.expect_from_group(bucket, version), meets_steps=True)
         try:
             tensors = await asyncio.wrap_future(self.core.groups.receive(bucket, self.core.runner.device))
-            return await self._run_update(lambda: self.core.update_from_group(bucket, tensors, version, flush=flush))
+            return await self._run_update(
+                lambda: self.core.weights.update_from_group(bucket, tensors, version, flush=flush)
+            )
         except (BucketNotReceived, asyncio.CancelledError):  # the bucket is lost; cancelled: its sender disconnected
-            self.core.call(lambda: self.core.fail_partial_update(bucket.group_name))
+            self.core.call(lambda: self.core.weights.fail_partial_update(bucket.group_name))
             raise
 
     async def update_weights_from_handle(self, request: web.Request) -> web.Response:
@@ -334,7 +334,7 @@ class EngineServer:
         memory, bucket = shared_memory(body), parse_bucket(body)
         version, flush = _version_and_flush(body)
         mode = body["pause_mode"].one_of(PAUSE_MODES, "abort") if "pause_mode" in body else None
-        opened = await asyncio.to_thread(self.core.open_shared, memory, bucket)
+        opened = await asyncio.to_thread(self.core.weights.open_shared, memory, bucket)
         try:
             return await self._run_update(
                 lambda: self.core.update_from_shared(opened, version, flush=flush, pause_mode=mode), opened.seconds
@@ -345,7 +345,7 @@ class EngineServer:
     async def destroy_weights_update_group(self, request: web.Request) -> web.Response:
         name = group_name(await json_body(request))
         await run_in_daemon_thread(lambda: self.core.groups.leave(name))
-        await self._engine.call(lambda: self.core.fail_partial_update(name))
+        await self._engine.call(lambda: self.core.weights.fail_partial_update(name))
         return json_answer({"success": True, "message": "left"})
 
     async def load_lora_adapter(self, request: web.Request) -> web.Response:
@@ -354,7 +354,8 @@ class EngineServer:
         name, folder = body["lora_name"].text(), body["lora_path"].text()
         version, flush = _version_and_flush(body)
         return await self._run_update(
-            lambda: self.core.load_adapter(name, folder, version, flush=flush), {"loaded_adapters": {name: folder}}
+            lambda: self.core.weights.load_adapter(name, folder, version, flush=flush),
+            {"loaded_adapters": {name: folder}},
         )
 
     async def unload_lora_adapter(self, request: web.Request) -> web.Response:
@@ -362,12 +363,12 @@ class EngineServer:
         name = body["lora_name"].text()
         version, flush = _version_and_flush(body)
         return await self._run_update(
-            lambda: self.core.unload_adapter(name, version, flush=flush), {"loaded_adapters": {}}
+            lambda: self.core.weights.unload_adapter(name, version, flush=flush), {"loaded_adapters": {}}
         )
 
     async def weights_checker(self, request: web.Request) -> web.Response:
         action = (await json_body(request))["action"].one_of(("checksum", "shapes"), "checksum")
-        found = await self._engine.call(lambda: self.core.check_weights(action))
+        found = await self._engine.call(lambda: self.core.weights.check(action))
         return json_answer({"success": True, "message": "", **found})
 
     async def _run_update(self, update: Callable[[], int], more: JsonMapping | None = None) -> web.Response:
