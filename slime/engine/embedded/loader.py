@@ -53,7 +53,7 @@ from slime.engine.embedded.model.self_test import (
 from slime.engine.embedded.options import EngineOptions
 from slime.engine.embedded.scheduler import Scheduler
 from slime.engine.embedded.weights.folder import list_folder_tensors, read_into
-from slime.engine.embedded.weights.parameter_views import DirectViews, FolderViews
+from slime.engine.embedded.weights.parameter_views import FolderViews
 from slime.errors import UserError
 from slime.models.folder import SAME_CODE, check_tokenizer_fits, quantization, read_config_json
 from slime.models.safetensors_io import StoredTensor
@@ -144,7 +144,7 @@ class PlainFolder:
             weights,
             self.facts,
             block,
-            DirectViews(weights),
+            FolderViews(weights, read_directly=True),
             ends,
             lambda ids: ReferenceModel(block, weights.state_dict()).logits(ids),
             lambda table: FusedRunner(weights, block, table),

@@ -11,10 +11,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import queue
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from slime.models.safetensors_io import StoredTensor, stored_tensors
 _PIECE = 1 << 22
 _MOST_THREADS = 8
 _BUFFERS = 2  # one is filled while the other is copied to the device
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def list_folder_tensors(folder: Path) -> dict[str, StoredTensor] | None:
@@ -38,14 +39,12 @@ def list_folder_tensors(folder: Path) -> dict[str, StoredTensor] | None:
             files = sorted(set(names.values())) if names else []
         else:
             names, files = None, ["model.safetensors"]
-        found: dict[str, StoredTensor] = {}
-        for file in files:
-            stored = stored_tensors([folder / file])
-            found |= {name: one for name, one in stored.items() if names is None or names.get(name) == file}
+        listed = [stored for file in files for stored in stored_tensors([folder / file]).values()]
+        found = {one.name: one for one in listed if names is None or folder / names.get(one.name, "") == one.path}
     except (UserError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     is_whole = names is None or found.keys() == names.keys()
-    return found if is_whole and all(one.dtype in _DTYPES for one in found.values()) else None
+    return found if is_whole and all(one.dtype in _FLOATS for one in listed) else None
 
 
 def read_into(targets: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]) -> int:
@@ -59,10 +58,16 @@ def read_into(targets: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTe
     try:
         for file in files:
             opened[file] = os.open(file, os.O_RDONLY)
-        pieces = _PieceQueue(_pieces(targets, stored))
+        pieces: queue.SimpleQueue[_FilePiece] = queue.SimpleQueue()
+        for name, target in targets.items():
+            tensor, flat = stored[name], target.detach().view(-1)
+            step = _PIECE // tensor.dtype.itemsize
+            for first in range(0, flat.numel(), step):
+                begin = tensor.begin + first * tensor.dtype.itemsize
+                pieces.put(_FilePiece(opened[tensor.path], begin, flat[first : first + step], tensor.dtype))
         threads = min(_MOST_THREADS, cpu_cores())
         with ThreadPoolExecutor(threads) as pool:
-            readers = [pool.submit(_read_pieces, pieces, opened, device) for _ in range(threads)]
+            readers = [pool.submit(_read_pieces, pieces, device) for _ in range(threads)]
             return sum(reader.result() for reader in readers)
     except OSError as cause:
         raise UserError(f"the weights in {files[0].parent} cannot be loaded: {cause}") from cause
@@ -71,41 +76,15 @@ def read_into(targets: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTe
             os.close(descriptor)
 
 
-@dataclass(frozen=True)
-class _FilePiece:
-    file: Path
+class _FilePiece(NamedTuple):
+    descriptor: int
     begin: int
     target: torch.Tensor  # flat
     dtype: torch.dtype  # in the file
 
-    @property
-    def nbytes(self) -> int:
-        return self.target.numel() * self.dtype.itemsize
-
-
-def _pieces(targets: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]) -> Iterator[_FilePiece]:
-    for name, target in targets.items():
-        tensor, flat = stored[name], target.detach().view(-1)
-        step = _PIECE // tensor.dtype.itemsize
-        for first in range(0, flat.numel(), step):
-            begin = tensor.begin + first * tensor.dtype.itemsize
-            yield _FilePiece(tensor.path, begin, flat[first : first + step], tensor.dtype)
-
-
-class _PieceQueue:
-    """An iterator over pieces for several threads."""
-
-    def __init__(self, pieces: Iterable[_FilePiece]) -> None:
-        self._pieces = list(pieces)
-        self._next = itertools.count()
-
-    def take(self) -> _FilePiece | None:
-        at = next(self._next)  # one operation of the interpreter: no other thread gets the same number
-        return self._pieces[at] if at < len(self._pieces) else None
-
 
 @torch.inference_mode()
-def _read_pieces(pieces: _PieceQueue, opened: Mapping[Path, int], device: torch.device) -> int:
+def _read_pieces(pieces: queue.SimpleQueue[_FilePiece], device: torch.device) -> int:
     """Read pieces until none is left; returns the bytes read."""
     cuda = device.type == "cuda"
     stream = torch.cuda.Stream(device) if cuda else None
@@ -114,18 +93,20 @@ def _read_pieces(pieces: _PieceQueue, opened: Mapping[Path, int], device: torch.
     read = 0
     with torch.cuda.stream(stream):
         for at in itertools.cycle(range(_BUFFERS)):
-            piece = pieces.take()
-            if piece is None:
+            try:
+                piece = pieces.get_nowait()
+            except queue.Empty:
                 break
             if (event := taken[at]) is not None:
                 event.synchronize()
-            buffer = buffers[at][: piece.nbytes]
-            _fill(buffer.numpy(), opened[piece.file], piece.begin)
+            size = piece.target.numel() * piece.dtype.itemsize
+            buffer = buffers[at][:size]
+            _fill(buffer.numpy(), piece.descriptor, piece.begin)
             values = buffer.view(piece.dtype)
             if piece.dtype != piece.target.dtype:  # copied to the device first, which rounds
                 values = values.to(device, non_blocking=True)
             piece.target.copy_(values, non_blocking=True)
-            read += piece.nbytes
+            read += size
             if stream is not None:
                 taken[at] = torch.cuda.Event()
                 taken[at].record(stream)  # type: ignore[union-attr]

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -57,29 +56,16 @@ class MemorySlice:
         return held[self.begin :][: self.size].view(self.dtype).view(self.shape)
 
 
-Copy = Callable[[Sequence[torch.Tensor]], None]
-"""Copies the tensors of a bucket, in their order, to tensors of the model."""
-
-
-class Source(Protocol):
-    """Opened memory of a trainer."""
-
-    @property
-    def size(self) -> int: ...
-
-    def copies(self, places: Sequence[MemorySlice]) -> Copy: ...
-
-    def close(self) -> None: ...
-
-
 class OpenBucket:
     """The tensors of a bucket in a trainer's memory, which stays open while they are copied."""
 
-    def __init__(self, bucket: AnnouncedBucket, source: Source, places: Sequence[MemorySlice]) -> None:
+    def __init__(
+        self, bucket: AnnouncedBucket, size: int, copy: Callable[[list[torch.Tensor]], None], close: Callable[[], None]
+    ) -> None:
         self.bucket = bucket
-        self._source = source
-        self._copy: Copy | None = source.copies(places)
-        self._bytes = sum(place.size for place in places)
+        self._bytes = size
+        self._copy: Callable[[list[torch.Tensor]], None] | None = copy  # to tensors of the model, in their order
+        self._close_memory = close
         self._lock = threading.Lock()
         self.seconds: dict[str, float] = {}
         """Durations of opening the memory (`open_seconds`) and of copying its bytes (`copy_seconds`)."""
@@ -103,7 +89,7 @@ class OpenBucket:
         with self._lock:
             if self._copy is not None:
                 self._copy = None
-                self._source.close()
+                self._close_memory()
 
 
 class SharedMemory:
@@ -126,110 +112,86 @@ class SharedMemory:
                 sizes, accumulate(map(align_up, sizes)), bucket.dtypes, bucket.shapes, strict=True
             )
         ]
-        source = self._host(memory, device) if isinstance(memory, HostMemory) else _device(memory, device)
         needed = places[-1].begin + places[-1].size if places else 0
+        held = self._map(memory) if isinstance(memory, HostMemory) else _GpuMemory(memory, device)
         try:
-            if source.size < needed:
-                raise BadRequest(f"the tensors take {needed} bytes and {_SOURCE} has {source.size}", "shapes")
-            opened = OpenBucket(bucket, source, places)
+            size = held.numel() if isinstance(held, torch.Tensor) else held.size
+            if size < needed:
+                raise BadRequest(f"the tensors take {needed} bytes and {_SOURCE} has {size}", "shapes")
+            if isinstance(held, torch.Tensor):
+                sources = [place.within(held) for place in places]
+
+                def copy(targets: list[torch.Tensor]) -> None:
+                    for target, source in zip(targets, sources, strict=True):
+                        target.copy_(source, non_blocking=True)
+                    if device.type == "cuda":
+                        torch.cuda.current_stream(device).synchronize()
+
+                opened = OpenBucket(bucket, sum(sizes), copy, lambda: None)  # the region stays open
+            else:
+                opened = OpenBucket(bucket, sum(sizes), held.copies(places), held.close)
         except BaseException:
-            source.close()
+            if isinstance(held, _GpuMemory):
+                held.close()
             raise
         opened.seconds["open_seconds"] = time.perf_counter() - began
         return opened
 
-    def _host(self, memory: HostMemory, device: torch.device) -> Source:
+    def _map(self, memory: HostMemory) -> torch.Tensor:
         with self._lock:
             known = self._region
             if known is None or str(known.path) != memory.path or not known.is_current:
                 self._region = None
                 try:
-                    self._region = HostRegion.open(Path(memory.path))
+                    known = self._region = HostRegion.open(Path(memory.path))
                 except (OSError, ValueError) as cause:
                     raise Conflict(f"cannot open the shared memory {shown(memory.path)}: {cause}", "region") from cause
-            assert self._region is not None
-            return _HostTrainerMemory(self._region.data, device)
+            return known.data
 
 
-class _HostTrainerMemory:
-    def __init__(self, held: torch.Tensor, device: torch.device) -> None:
-        self._held = held
+class _GpuMemory:
+    """Opened memory of a GPU, of this one or of another one, which this process may not see."""
+
+    def __init__(self, memory: DeviceMemory, device: torch.device) -> None:
+        if device.type != "cuda":
+            raise Conflict(f"this engine computes on {device.type}: it cannot open memory of a GPU", "handle")
         self._device = device
-        self.size = held.numel()
-
-    def copies(self, places: Sequence[MemorySlice]) -> Copy:
-        sources = [place.within(self._held) for place in places]
-
-        def copy(targets: Sequence[torch.Tensor]) -> None:
-            for target, source in zip(targets, sources, strict=True):
-                target.copy_(source, non_blocking=True)
-            _synchronize(self._device)
-
-        return copy
-
-    def close(self) -> None:
-        """Do nothing: the region stays open for the next update."""
-
-
-class _SameDeviceMemory:
-    def __init__(self, driver: CudaDriver, memory: DeviceMemory, device: torch.device) -> None:
-        self._driver = driver
-        self._device = device
-        self._address, size = driver.open(memory.handle)
+        self._set_device()
+        self._driver = CudaDriver(torch.cuda.current_device() if device.index is None else device.index)
+        self._is_here = memory.device in (None, str(torch.cuda.get_device_properties(device).uuid))
+        try:
+            self._address, size = self._driver.open(memory.handle)
+        except CudaDriverError as reason:
+            raise Conflict(f"this engine cannot open the trainer's memory: {reason}", "handle") from reason
         self.size = size - memory.offset
         self._first = self._address + memory.offset
 
-    def copies(self, places: Sequence[MemorySlice]) -> Copy:
-        held = torch.as_tensor(DeviceBytes(self._first, self.size), device=self._device)
-        sources = [place.within(held) for place in places]
-
-        def copy(targets: Sequence[torch.Tensor]) -> None:
-            torch._foreach_copy_(list(targets), sources)
-            _synchronize(self._device)
-
-        return copy
+    def _set_device(self) -> None:
+        """Make the device current for the driver's calls in this thread: without CUDA calls it has no device yet."""
+        torch.cuda.current_stream(self._device).query()
 
     def close(self) -> None:
-        _set_thread_device(self._device)
+        self._set_device()
         self._driver.close(self._address)
 
+    def copies(self, places: Sequence[MemorySlice]) -> Callable[[list[torch.Tensor]], None]:
+        """Return a function that copies the tensors at `places` to tensors of the model."""
+        sources: list[torch.Tensor] = []
+        if self._is_here:
+            held = torch.as_tensor(DeviceBytes(self._first, self.size), device=self._device)
+            sources = [place.within(held) for place in places]
 
-class _OtherDeviceMemory(_SameDeviceMemory):
-    """Memory of a GPU that this process may not see: torch cannot address it, so bytes are copied by address."""
-
-    def copies(self, places: Sequence[MemorySlice]) -> Copy:
-        def copy(targets: Sequence[torch.Tensor]) -> None:
-            stream = torch.cuda.current_stream(self._device).cuda_stream
-            for target, place in zip(targets, places, strict=True):
-                if target.dtype == place.dtype and target.is_contiguous():
-                    self._driver.copy(target.data_ptr(), self._first + place.begin, place.size, stream)
-                else:
-                    arrived = torch.empty(place.shape, dtype=place.dtype, device=self._device)
-                    self._driver.copy(arrived.data_ptr(), self._first + place.begin, place.size, stream)
-                    target.copy_(arrived)
-            _synchronize(self._device)
+        def copy(targets: list[torch.Tensor]) -> None:
+            stream = torch.cuda.current_stream(self._device)
+            if self._is_here:
+                torch._foreach_copy_(targets, sources)
+            else:  # torch cannot address it: its bytes are copied by address
+                for target, place in zip(targets, places, strict=True):
+                    fits = target.dtype == place.dtype and target.is_contiguous()
+                    to = target if fits else torch.empty(place.shape, dtype=place.dtype, device=self._device)
+                    self._driver.copy(to.data_ptr(), self._first + place.begin, place.size, stream.cuda_stream)
+                    if not fits:
+                        target.copy_(to)
+            stream.synchronize()
 
         return copy
-
-
-def _device(memory: DeviceMemory, device: torch.device) -> Source:
-    if device.type != "cuda":
-        raise Conflict(f"this engine computes on {device.type}: it cannot open memory of a GPU", "handle")
-    _set_thread_device(device)
-    driver = CudaDriver(torch.cuda.current_device() if device.index is None else device.index)
-    own = str(torch.cuda.get_device_properties(device).uuid)
-    kind = _SameDeviceMemory if memory.device in (None, own) else _OtherDeviceMemory
-    try:
-        return kind(driver, memory, device)
-    except CudaDriverError as reason:
-        raise Conflict(f"this engine cannot open the trainer's memory: {reason}", "handle") from reason
-
-
-def _set_thread_device(device: torch.device) -> None:
-    """Make `device` current for the driver's calls in this thread; a thread without CUDA calls has no device yet."""
-    torch.cuda.current_stream(device).query()
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()

@@ -16,7 +16,6 @@ from pathlib import Path
 import safetensors.torch
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 
 from slime.engine.embedded.errors import BadRequest, Conflict, PartialWrite, shown
 from slime.engine.embedded.weights.parameter_views import FolderViews
@@ -41,8 +40,10 @@ def load_from_files(views: FolderViews, paths: Sequence[str], *, config_folder: 
     with _open_files(paths) as files:
         names = {name: path.name for path, tensors in files for name in tensors.keys()}  # noqa: SIM118
         targets = views.targets(names)
-        if not names.keys() <= targets.keys() and fuses_weights(views.model, config_folder):
-            return _load_through_transformers(views, paths, names, config_folder, trust_remote_code=False)
+        if not names.keys() <= targets.keys():
+            in_folder = names_in([str(path) for path in Path(config_folder).glob("*.safetensors")])
+            if not in_folder <= views.model.state_dict().keys():  # the model's own names are others
+                return _load_through_transformers(views, paths, names, config_folder, trust_remote_code=False)
         for path, tensors in files:
             for name in tensors.keys():  # noqa: SIM118 (a safetensors handle is not a dict)
                 part = tensors.get_slice(name)
@@ -54,12 +55,6 @@ def load_from_files(views: FolderViews, paths: Sequence[str], *, config_folder: 
             for _, tensors in files
             for name in tensors.keys()  # noqa: SIM118
         )
-
-
-def fuses_weights(model: nn.Module, folder: str) -> bool:
-    """True if the model's own names differ from those of its folder."""
-    with _open_files([str(path) for path in Path(folder).glob("*.safetensors")]) as files:
-        return not {name for _, tensors in files for name in tensors.keys()} <= model.state_dict().keys()  # noqa: SIM118
 
 
 def _load_through_transformers(
@@ -125,7 +120,9 @@ def load_from_folder(views: FolderViews, folder: str, *, home: str, trust_remote
         raise BadRequest(f"{folder} has no *.safetensors files")
     names = names_in(paths)
     if names <= views.targets(names).keys():
-        require_whole(views, names, folder)
+        if missing := views.missing(names):  # these would keep their old values
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise BadRequest(f"{folder} lacks {missing[0]}{more}: a model folder has every tensor of the model")
         return load_from_files(views, paths, config_folder=folder)
     if trust_remote_code and Path(folder).resolve() != Path(home).resolve():
         if "auto_map" in read_config_json(home):
@@ -156,14 +153,6 @@ def _files_by_tensor(paths: Sequence[str]) -> dict[str, str]:
     """Map each tensor to the name of its file."""
     with _open_files(paths) as files:
         return {name: path.name for path, tensors in files for name in tensors.keys()}  # noqa: SIM118
-
-
-def require_whole(views: FolderViews, names: set[str], source: str) -> None:
-    """Refuse an incomplete model folder: tensors missing there would keep their old values."""
-    missing = views.missing(names)
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise BadRequest(f"{source} lacks {missing[0]}{more}: a model folder has every tensor of the model")
 
 
 def is_whole(views: FolderViews, names: set[str]) -> bool:

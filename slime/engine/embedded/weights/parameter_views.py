@@ -13,13 +13,12 @@ from __future__ import annotations
 import bisect
 import itertools
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 if TYPE_CHECKING:  # importing transformers takes longer than a start without it
     from transformers import PreTrainedModel
@@ -51,10 +50,14 @@ Layout = dict[str, ParameterPart]
 
 
 class FolderViews:
-    """A model's weights by name; the layout is computed when a name of the folder first needs it."""
+    """A model's weights by name; the layout is computed when a name of the folder first needs it.
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    The names of weights that were `read_directly` from the folder are the folder's.
+    """
+
+    def __init__(self, model: PreTrainedModel, *, read_directly: bool = False) -> None:
         self.model = model
+        self._is_direct = read_directly
         self._layout: Layout | None = None
 
     def targets(self, names: Collection[str]) -> dict[str, torch.Tensor]:
@@ -67,13 +70,14 @@ class FolderViews:
         if own.keys() >= set(names):
             return own
         layout = self._known_layout()
-        return own if layout is None else folder_views(self.model, layout)
+        return own if layout is None else own | {name: part.of(own[part.source]) for name, part in layout.items()}
 
     def missing(self, names: Collection[str]) -> list[str]:
         """List the tensors that an update of `names` does not write, by the folder's names; tied tensors are one."""
         own = self.model.state_dict()
         seen = {_storage_key(own[name]) for name in names if name in own}
-        optional = self._optional()
+        may_lack = () if self._is_direct else self.model._keys_to_ignore_on_load_missing or ()
+        optional = [re.compile(pattern) for pattern in may_lack]
         left = set()
         for name, tensor in own.items():
             if _storage_key(tensor) not in seen and not any(pattern.search(name) for pattern in optional):
@@ -84,12 +88,10 @@ class FolderViews:
         fused = {layout[name].source for name in parts}
         return sorted(name for name in {*parts, *(left - fused)} if name not in names)
 
-    def _optional(self) -> list[re.Pattern[str]]:
-        """Patterns of the names that a folder may lack."""
-        return [re.compile(pattern) for pattern in self.model._keys_to_ignore_on_load_missing or ()]
-
     def _known_layout(self) -> Layout | None:
         """The layout, computed once; None if the folder's tensors are not parts of the model's."""
+        if self._is_direct:
+            return None
         try:
             if self._layout is None:
                 self._layout = folder_layout(self.model)
@@ -99,40 +101,21 @@ class FolderViews:
 
     def weights_like(self, other: PreTrainedModel) -> dict[str, torch.Tensor]:
         """Return the weights of another model of the same type, under the names of this model's weights."""
-        return other.state_dict()
+        if not self._is_direct:
+            return other.state_dict()
+        theirs = FolderViews(other).readable()
+        return {name: theirs[name] for name in self.model.state_dict()}
 
     def readable(self) -> dict[str, torch.Tensor]:
         """Return every tensor under its own name and the folder's, possibly as a copy."""
         own = self.model.state_dict()
-        return own | self._in_folder(own)
+        return own if self._is_direct else own | _as_in_folder(self.model, dict(own))
 
     def shapes(self) -> dict[str, list[int]]:
         """Return the shapes of `readable`; reads no weight, so the weights may be released."""
         own = {name: torch.empty(each.shape, device="meta") for name, each in self.model.state_dict().items()}
-        return {name: list(tensor.shape) for name, tensor in (own | self._in_folder(own)).items()}
-
-    def _in_folder(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return _as_in_folder(self.model, dict(own))
-
-
-class DirectViews(FolderViews):
-    """Views of weights that were read straight from the folder, so their own names are the folder's."""
-
-    def __init__(self, weights: nn.Module) -> None:
-        self.model = weights
-
-    def _optional(self) -> list[re.Pattern[str]]:
-        return []
-
-    def _known_layout(self) -> Layout | None:
-        return None
-
-    def weights_like(self, other: PreTrainedModel) -> dict[str, torch.Tensor]:
-        theirs = FolderViews(other).readable()
-        return {name: theirs[name] for name in self.model.state_dict()}
-
-    def _in_folder(self, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {}
+        found = own if self._is_direct else own | _as_in_folder(self.model, dict(own))
+        return {name: list(tensor.shape) for name, tensor in found.items()}
 
 
 def folder_layout(model: PreTrainedModel) -> Layout:
@@ -140,7 +123,7 @@ def folder_layout(model: PreTrainedModel) -> Layout:
     layout: Layout = {}
     known: dict[tuple[tuple[str, tuple[int, ...]], ...], Layout] = {}
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for prefix, members in groupby(shapes, key=_prefix_of):
+    for prefix, members in groupby(shapes, key=lambda name: re.sub(r"^(.*?\.\d+\.)?.*", r"\1", name)):
         own = {name: shapes[name] for name in members}
         form = tuple((name.removeprefix(prefix), shape) for name, shape in own.items())
         if form not in known:
@@ -151,12 +134,6 @@ def folder_layout(model: PreTrainedModel) -> Layout:
             }
         layout |= {prefix + name: replace(part, source=prefix + part.source) for name, part in known[form].items()}
     return layout
-
-
-def folder_views(model: PreTrainedModel, layout: Layout) -> dict[str, torch.Tensor]:
-    """Return the views of a layout on the model's current weights, and the parameters under their own names."""
-    targets = model.state_dict()
-    return targets | {name: part.of(targets[part.source]) for name, part in layout.items()}
 
 
 def _group_layout(model: PreTrainedModel, shapes: dict[str, tuple[int, ...]]) -> Layout:
@@ -205,8 +182,3 @@ def _storage_key(tensor: torch.Tensor) -> tuple[int, tuple[int, ...]]:
 
 def _contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return torch.empty(shape, device="meta").stride()
-
-
-def _prefix_of(name: str) -> str:
-    match = re.match(r"^.*?\.\d+\.", name)
-    return match.group(0) if match else ""

@@ -95,15 +95,7 @@ class WeightGroups:
             self._groups[name] = own
         group: dist.ProcessGroup | None = None
         try:
-            group = join_process_group(
-                address=meeting.address,
-                port=meeting.port,
-                rank=meeting.rank,
-                world_size=meeting.world_size,
-                name=name,
-                backend=meeting.backend,
-                timeout_s=_JOIN_TIMEOUT_S,
-            )
+            group = join_process_group(**vars(meeting), timeout_s=_JOIN_TIMEOUT_S)
         except (OSError, RuntimeError, ValueError) as cause:  # torch has no narrower type for these errors
             raise BadRequest(f"cannot join the group {name!r} at {meeting.address}:{meeting.port}: {cause}") from cause
         finally:
@@ -147,48 +139,41 @@ class WeightGroups:
             before = own.arriving[-1] if own.arriving else None
             own.arriving.append(future)
             group = own.group
-        arguments = (own, group, bucket, device, future, before)
-        threading.Thread(target=self._receive, args=arguments, name="load", daemon=True).start()
+
+        def run() -> None:
+            if before is not None:
+                before.exception()  # collectives run one after another
+            tensors: Tensors = {}
+            failure: Exception | None = None
+            try:
+                if not future.done():
+                    tensors = _received(group, bucket, device)
+            except Exception as cause:  # noqa: BLE001 - torch has no narrower type for these errors
+                # Raised without the cause, whose frames refer to the group: dropping the last reference to a gloo group
+                # waits for its collectives, and a cycle would be collected in any thread, such as the event loop's.
+                failure = BucketNotReceived(f"bucket {bucket.number} of {bucket.count} did not arrive: {cause}")
+            with self._lock:
+                if future not in own.arriving:
+                    return  # the group was left
+                own.arriving.remove(future)
+            if failure is None:
+                future.set_result(tensors)
+            else:
+                future.set_exception(failure)
+
+        threading.Thread(target=run, name="load", daemon=True).start()
         return future
 
-    def _receive(
-        self,
-        own: _Membership,
-        group: dist.ProcessGroup,
-        bucket: AnnouncedBucket,
-        device: torch.device,
-        future: Future[Tensors],
-        before: Future[Tensors] | None,
-    ) -> None:
-        if before is not None:
-            before.exception()  # collectives run one after another
-        tensors: Tensors = {}
-        failure: Exception | None = None
-        try:
-            if not future.done():
-                tensors = self._arrived(group, bucket, device)
-        except Exception as cause:  # noqa: BLE001 - torch has no narrower type for these errors
-            # Raised without the cause, whose frames refer to the group: dropping the last reference to a gloo group
-            # waits for its collectives, and a cycle would be collected in any thread, such as the event loop's.
-            failure = BucketNotReceived(f"bucket {bucket.number} of {bucket.count} did not arrive: {cause}")
-        with self._lock:
-            if future not in own.arriving:
-                return  # the group was left
-            own.arriving.remove(future)
-        if failure is None:
-            future.set_result(tensors)
-        else:
-            future.set_exception(failure)
 
-    def _arrived(self, group: dist.ProcessGroup, bucket: AnnouncedBucket, device: torch.device) -> Tensors:
-        tensors = {
-            name: torch.empty(shape, dtype=kind, device=device)
-            for name, kind, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True)
-        }
-        works = [dist.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors.values()]
-        for work in works:
-            assert work is not None
-            work.wait()
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # the engine's thread copies in a stream of its own
-        return tensors
+def _received(group: dist.ProcessGroup, bucket: AnnouncedBucket, device: torch.device) -> Tensors:
+    tensors = {
+        name: torch.empty(shape, dtype=kind, device=device)
+        for name, kind, shape in zip(bucket.names, bucket.dtypes, bucket.shapes, strict=True)
+    }
+    works = [dist.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors.values()]
+    for work in works:
+        assert work is not None
+        work.wait()
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # the engine's thread copies in a stream of its own
+    return tensors
