@@ -6,17 +6,20 @@ import json
 import os
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from slime.engine.embedded.model.cpu_sampler import temperature_of
 from slime.engine.embedded.model.runner import record_top
-from slime.engine.embedded.sampling.penalties import Launch, launch
+from slime.engine.embedded.model.triton_launch import launch
+from slime.engine.embedded.sampling import penalties, sampler
 from slime.engine.embedded.sampling.sampler import KernelDraw
 from slime.engine.embedded.scheduler import Sequence
 from tests.engine.drawing import batch_of, sequence, staying, wrong
@@ -241,33 +244,41 @@ def whole_engine() -> Iterator[str]:
         yield f"{answers[0]}"
 
 
-def recording_launcher(noted: set[str], then: Launch | None = None) -> Launch:
-    """A launcher that records every launch and passes it to `then`, if given."""
+@contextmanager
+def recorded_launches(compiled: set[str], on_compile: Callable[[], object] = lambda: None) -> Iterator[set[str]]:
+    """Yield the launches of the sampling kernels while the body runs, and add those of `meta` tensors to `compiled`."""
+    launched: set[str] = set()
 
     def run(kernel: Any, grid: Any, *arguments: Any, **compiled_for: Any) -> None:
+        tensors = [x for x in arguments if isinstance(x, torch.Tensor)]
         kinds = [x.dtype if isinstance(x, torch.Tensor) else x for x in arguments]
-        noted.add(f"{kernel.fn.__name__} {kinds} {compiled_for}")
-        if then is not None:
-            then(kernel, grid, *arguments, **compiled_for)
+        text = f"{kernel.fn.__name__} {kinds} {compiled_for}"
+        if tensors[0].is_meta:
+            compiled.add(text)
+            on_compile()
+        else:
+            launched.add(text)
+            launch(kernel, grid, *arguments, **compiled_for)
 
-    return run
+    with patch.object(penalties, "launch", run), patch.object(sampler, "launch", run):
+        yield launched
 
 
 def prepared() -> Iterator[str]:
     """The kernels compiled at start-up are exactly those launched later."""
     compiled: set[str] = set()
-    launched: set[str] = set()
-    plain: set[str] = set()
-    draw = KernelDraw(2, 20, CPU, tile=16, run=recording_launcher(launched, then=launch))
-    for raw in ({"top_p": 0.9}, {"top_k": 3, "presence_penalty": 1.0}):
-        drawn(draw, torch.randn(1, 20), [sequence(0, 20, **raw)], torch.rand(1))
-    draw.prepare(recording_launcher(compiled))
-    special = {text for text in launched if "'REDRAW': False" not in text}
-    KernelDraw.compile_plain(2, 20, recording_launcher(plain), tile=16)
-    if plain != launched - special:
-        yield f"{plain ^ (launched - special)} is compiled and not launched, or the other way round"
-    if compiled != special:
-        yield f"{compiled ^ special} is compiled and not launched, or the other way round"
+    with recorded_launches(compiled) as launched:
+        draw = KernelDraw(2, 20, CPU, tile=16)
+        for raw in ({"top_p": 0.9}, {"top_k": 3, "presence_penalty": 1.0}):
+            drawn(draw, torch.randn(1, 20), [sequence(0, 20, **raw)], torch.rand(1))
+        draw.prepare()
+        special, for_special = {text for text in launched if "'REDRAW': False" not in text}, compiled.copy()
+        compiled.clear()
+        KernelDraw.compile_plain(2, 20, tile=16)
+    if compiled != launched - special:
+        yield f"{compiled ^ (launched - special)} is compiled and not launched, or the other way round"
+    if for_special != special:
+        yield f"{for_special ^ special} is compiled and not launched, or the other way round"
 
 
 def while_compiling() -> Iterator[str]:
@@ -279,37 +290,38 @@ def while_compiling() -> Iterator[str]:
         sequence(1, vocab, top_p=0.6, temperature=0.7),
         sequence(2, vocab, repetition_penalty=1.5, frequency_penalty=1.0, top_k=4),
     ]
-    launched: set[str] = set()
-    draw = KernelDraw(3, vocab, CPU, tile=16, run=recording_launcher(launched, then=launch))
+    draw = KernelDraw(3, vocab, CPU, tile=16)
     compiles = threading.Event()
 
-    def waits(*arguments: Any, **compiled_for: Any) -> None:
+    def wait() -> None:
         compiles.set()
         may_end.wait()
 
-    compiling = draw.prepare_in_background(waits)
-    compiles.wait()
-    for is_compiled in (False, False, True, True):
-        if is_compiled:
-            may_end.set()
-            compiling.join()
-        foreseen = [draw.foresees(seq) for seq in sequences]
-        if foreseen != [is_compiled, is_compiled, is_compiled and len(sequences[2].output_ids) > 2]:
-            yield f"{foreseen} are foreseen behind {len(sequences[0].output_ids)} tokens"
-        logits, u = torch.randn(3, vocab), torch.rand(3)
-        for row, seq, number, result in zip(
-            logits, sequences, u.tolist(), drawn(draw, logits, sequences, u), strict=True
-        ):
-            if fault := wrong(row, seq, number, int(result[0]), result[1]):
-                yield f"{seq.rid} after {seq.output_ids}: {fault}"
-            seq.output_ids.append(int(result[0]))
-        if is_compiled != any("probe_kernel" in text for text in launched):
-            yield f"compiled: {is_compiled}, launched: {launched}"
+    with recorded_launches(set(), wait) as launched:
+        compiling = draw.prepare_in_background()
+        compiles.wait()
+        for is_compiled in (False, False, True, True):
+            if is_compiled:
+                may_end.set()
+                compiling.join()
+            foreseen = [draw.foresees(seq) for seq in sequences]
+            if foreseen != [is_compiled, is_compiled, is_compiled and len(sequences[2].output_ids) > 2]:
+                yield f"{foreseen} are foreseen behind {len(sequences[0].output_ids)} tokens"
+            logits, u = torch.randn(3, vocab), torch.rand(3)
+            for row, seq, number, result in zip(
+                logits, sequences, u.tolist(), drawn(draw, logits, sequences, u), strict=True
+            ):
+                if fault := wrong(row, seq, number, int(result[0]), result[1]):
+                    yield f"{seq.rid} after {seq.output_ids}: {fault}"
+                seq.output_ids.append(int(result[0]))
+            if is_compiled != any("probe_kernel" in text for text in launched):
+                yield f"compiled: {is_compiled}, launched: {launched}"
 
-    def breaks(*arguments: Any, **compiled_for: Any) -> None:
+    def fail() -> None:
         raise RuntimeError("no compiler")
 
-    draw.prepare_in_background(breaks).join()
+    with recorded_launches(set(), fail):
+        draw.prepare_in_background().join()
     if draw.foresees(sequences[1]):
         yield "kernels that could not be compiled are used"
 

@@ -9,10 +9,8 @@ are rebuilt from its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,6 +18,7 @@ import triton
 import triton.language as tl
 
 from slime.engine.embedded.model.interface import DrawBatch
+from slime.engine.embedded.model.triton_launch import launch
 from slime.engine.embedded.sampling.sample_kernels import (
     EDITS,
     FREQUENCY,
@@ -31,9 +30,6 @@ from slime.engine.embedded.sampling.sample_kernels import (
     settings_of,
 )
 from slime.engine.embedded.scheduler import Sequence
-
-if TYPE_CHECKING:
-    from triton.runtime.jit import JITFunction
 
 # bits of an entry's marks
 IN_PROMPT = tl.constexpr(1)
@@ -95,21 +91,6 @@ def note_kernel(ROWS, SETTINGS, TOKENS, IDS, MARKS, BIASES, LENGTHS, MADE, room,
             tl.store(LENGTHS + row, length + 1)
 
 
-Launch = Callable[..., None]
-"""Takes a kernel, its grid, its arguments, and its constants and launch options as keywords."""
-
-
-def launch(kernel: JITFunction, grid: tuple[int, ...], *arguments: object, **compiled_for: object) -> None:
-    """Launch a kernel."""
-    kernel[grid](*arguments, **compiled_for)
-
-
-def compile_only(kernel: JITFunction, grid: tuple[int, ...], *arguments: object, **compiled_for: object) -> None:
-    """Compile a kernel for arguments of these types; the tensors may be on another device."""
-    types = (x.dtype if isinstance(x, torch.Tensor) else x for x in arguments)
-    kernel.warmup(*types, grid=grid, **compiled_for)
-
-
 def send(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """Copy an array to the device asynchronously; torch keeps the pinned memory until the copy is done."""
     host = torch.from_numpy(array)
@@ -138,8 +119,7 @@ _BLOCK = 1024
 class PenaltyEntries:
     """The entries of all table rows; memory is allocated at the first edit and grows with the sequences."""
 
-    def __init__(self, rows: int, vocab: int, device: torch.device, run: Launch = launch) -> None:
-        self._run = run
+    def __init__(self, rows: int, vocab: int, device: torch.device) -> None:
         self._vocab = vocab
         self._device = device
         self._ids, self._marks = (torch.zeros(rows, 0, dtype=torch.int32, device=device) for _ in range(2))
@@ -179,7 +159,7 @@ class PenaltyEntries:
 
     def edit(self, logits: torch.Tensor, batch: DrawBatch, settings: torch.Tensor) -> None:
         """Edit, in place, the rows whose settings require it."""
-        self._run(
+        launch(
             edit_kernel, (len(logits),),
             logits, batch.rows, settings, self._ids, self._marks, self._biases, self._lengths, self._made,
             logits.stride(0), self._ids.shape[1], BLOCK=_BLOCK,
@@ -190,7 +170,7 @@ class PenaltyEntries:
         rows = [seq.row for seq in sequences]
         included = self._included[rows] + 1
         self._included[rows] = -1
-        self._run(
+        launch(
             note_kernel, (len(batch.rows),),
             batch.rows, settings, batch.tokens, self._ids, self._marks, self._biases, self._lengths, self._made,
             self._ids.shape[1], BLOCK=_BLOCK,

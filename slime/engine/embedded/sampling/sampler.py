@@ -15,16 +15,9 @@ import triton
 from slime.cluster.garbage_collection import gc_disabled_in_all_threads
 from slime.engine.embedded.model.cpu_sampler import draw_each
 from slime.engine.embedded.model.interface import DrawBatch
+from slime.engine.embedded.model.triton_launch import launch
 from slime.engine.embedded.sampling import sample_kernels, top_p_kernels
-from slime.engine.embedded.sampling.penalties import (
-    Launch,
-    PenaltyEntries,
-    compile_only,
-    copy_to_host,
-    launch,
-    put,
-    send,
-)
+from slime.engine.embedded.sampling.penalties import PenaltyEntries, copy_to_host, put, send
 from slime.engine.embedded.sampling_params import SamplingParams
 from slime.engine.embedded.scheduler import Sequence
 
@@ -45,10 +38,7 @@ class KernelDraw:
     and only after tokens that the host has read, but without waiting for the compiler.
     """
 
-    def __init__(
-        self, rows: int, vocab: int, device: torch.device, *, tile: int = _TILE, room: int = _ROOM, run: Launch = launch
-    ) -> None:
-        self._run = run
+    def __init__(self, rows: int, vocab: int, device: torch.device, *, tile: int = _TILE, room: int = _ROOM) -> None:
         self._rows, self._vocab, self._device = rows, vocab, device
         self._tile = max(tile, triton.next_power_of_2(triton.cdiv(vocab, _MOST_TILES)))
         self._tiles = triton.cdiv(vocab, self._tile)
@@ -59,7 +49,7 @@ class KernelDraw:
         self._settings = torch.zeros(rows + 1, sample_kernels.COLUMNS.value, device=device)
         self._kinds = np.zeros(rows, np.int64)  # the host's copy of the column KIND
         self._owners: list[Sequence | None] = [None] * rows
-        self._entries = PenaltyEntries(rows + 1, vocab, device, run)
+        self._entries = PenaltyEntries(rows + 1, vocab, device)
         self._cuts: _CutBuffers | None = None
         self._is_compiled = threading.Event()
         self._is_compiled.set()
@@ -69,13 +59,13 @@ class KernelDraw:
             return False
         return not seq.params.edits_logits or self._entries.follow(seq)
 
-    def prepare_in_background(self, compiles: Launch = compile_only) -> threading.Thread:
+    def prepare_in_background(self) -> threading.Thread:
         """Run `prepare` in a background thread; until it has ended, `special` samples with torch."""
         self._is_compiled.clear()
 
         def run() -> None:
             try:
-                self.prepare(compiles)
+                self.prepare()
             except Exception as error:  # the compiler may raise anything; torch is the fallback
                 log.error("sampling kernels failed to compile: penalties and cuts run in torch, slowly", exc_info=error)
             else:
@@ -86,10 +76,10 @@ class KernelDraw:
         return thread
 
     @gc_disabled_in_all_threads()
-    def prepare(self, compiles: Launch = compile_only) -> None:
+    def prepare(self) -> None:
         """Compile the kernels of `special` ahead of their use, without launching any; callable from any thread."""
         meta = torch.device("meta")
-        twin = KernelDraw(self._rows, self._vocab, meta, tile=self._tile, room=self._room, run=compiles)
+        twin = KernelDraw(self._rows, self._vocab, meta, tile=self._tile, room=self._room)
         logits, place = torch.empty(1, self._vocab, device=meta), torch.empty(1, dtype=torch.int64, device=meta)
         number = torch.empty(1, device=meta)
         results = torch.empty(1, 2, dtype=torch.float64, device=meta)
@@ -100,13 +90,13 @@ class KernelDraw:
 
     @classmethod
     @gc_disabled_in_all_threads()
-    def compile_plain(cls, rows: int, vocab: int, compiles: Launch = compile_only, tile: int = _TILE) -> None:
+    def compile_plain(cls, rows: int, vocab: int, *, tile: int = _TILE) -> None:
         """Compile the kernels of `plain`; needs no model."""
         meta = torch.device("meta")
         number, place = torch.empty(rows, device=meta), torch.empty(rows, dtype=torch.int64, device=meta)
         results = torch.empty(rows, 2, dtype=torch.float64, device=meta)
         batch = DrawBatch(place, number, number, number, place, results)
-        cls(rows, vocab, meta, tile=tile, run=compiles).plain(torch.empty(rows, vocab, device=meta), batch)
+        cls(rows, vocab, meta, tile=tile).plain(torch.empty(rows, vocab, device=meta), batch)
 
     def plain(self, logits: torch.Tensor, batch: DrawBatch) -> None:
         self._mass(logits, batch, redraw=False)
@@ -148,7 +138,7 @@ class KernelDraw:
         return self._kinds[[seq.row for seq in sequences]]
 
     def _mass(self, logits: torch.Tensor, batch: DrawBatch, *, redraw: bool) -> None:
-        self._run(
+        launch(
             sample_kernels.mass_kernel, (len(logits), self._tiles),
             logits, batch.rows, batch.temperature, batch.greedy, self._settings, self._tops, self._masses, self._best,
             self._vocab, logits.stride(0), self._tiles, self._rows, REDRAW=redraw, TILE=self._tile, num_warps=8,
@@ -157,7 +147,7 @@ class KernelDraw:
     def _pick(self, logits: torch.Tensor, batch: DrawBatch, *, redraw: bool) -> None:
         cuts = self._cuts
         kept = (self._masses, self._tops, self._best) if cuts is None else (cuts.kept, cuts.limit, cuts.last)
-        self._run(
+        launch(
             sample_kernels.pick_kernel, (len(logits),),
             logits, batch.rows, batch.temperature, batch.greedy, batch.uniform, self._settings, self._tops,
             self._masses, self._best, *kept, batch.tokens, batch.results, self._vocab, logits.stride(0), self._tiles,
@@ -174,17 +164,17 @@ class KernelDraw:
         shape = (self._vocab, logits.stride(0), self._tiles)
         for at in range(_PROBES):
             before, after = (at + 1) % 2, at % 2
-            self._run(
+            launch(
                 top_p_kernels.probe_kernel, grid,
                 *row, cuts.sums[before], cuts.states[before], cuts.sums[after], cuts.states[after], *shape,
                 FIRST=at == 0, COUNTS=counts, TILE=self._tile, TP=self._padded, **exact,
             )  # fmt: skip
-        self._run(
+        launch(
             top_p_kernels.gather_kernel, grid,
             *row, cuts.sums[after], cuts.states[after], cuts.states[before], cuts.kept, cuts.spans, cuts.listed,
             cuts.index, *shape, COUNTS=counts, TILE=self._tile, TP=self._padded, ROOM=self._room, **exact,
         )  # fmt: skip
-        self._run(
+        launch(
             top_p_kernels.settle_kernel, (len(logits),),
             *row, cuts.states[before], cuts.kept, cuts.spans, cuts.listed, cuts.index, cuts.limit, cuts.last, *shape,
             TILE=self._tile, TP=self._padded, ROOM=self._room, BLOCK=min(_BLOCK, self._tile),
