@@ -236,12 +236,13 @@ def test_abort_cost_is_linear_in_the_aborted_sequences() -> None:
     core.steps = StepExecutor(core.scheduler, None, version="1")  # type: ignore[arg-type]
     told: list[Sequence] = []
     count, of_each = 4096, 2
-    core._accept(
+    core.submit(
         [
             Watched(Name(f"{at // of_each}"), [5], SamplingParams(), frozenset(), 4, notify=told.append)
             for at in range(count)
         ]
     )
+    core._inbox.get().run()
     aborted = [at for at in range(count // of_each) if at % 8 == 3]
     assert [core.abort(Name(f"{at}")) for at in aborted] == [of_each] * len(aborted)
     core.steps.settle()

@@ -123,7 +123,7 @@ class Engine:
         stops = frozenset({STOP}) if rng.random() < 0.5 else frozenset()
         seq = Sequence("rid", prompt, params, stops, limit, notify=self.told.append)
         self.everyone.append(seq)
-        self.scheduler.waiting.append(seq)
+        self.scheduler.waiting[seq] = None
         if rng.random() < 0.03:
             self.decoder.cursed.add(seq)
 

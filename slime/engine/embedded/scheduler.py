@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -212,30 +212,12 @@ class StepInterleaver:
         self._was_refused = False
 
 
-class WaitingQueue:
+class WaitingQueue(OrderedDict[Sequence, None]):
     """Sequences in the order in which they begin; removing one takes constant time at any position."""
 
-    def __init__(self) -> None:
-        self._members: OrderedDict[Sequence, None] = OrderedDict()
-
-    def append(self, seq: Sequence) -> None:
-        self._members[seq] = None
-
-    def appendleft(self, seq: Sequence) -> None:
-        self._members[seq] = None
-        self._members.move_to_end(seq, last=False)
-
-    def popleft(self) -> Sequence:
-        return self._members.popitem(last=False)[0]
-
-    def discard(self, seq: Sequence) -> None:
-        self._members.pop(seq, None)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._members)
-
-    def __len__(self) -> int:
-        return len(self._members)
+    def put_first(self, seq: Sequence) -> None:
+        self[seq] = None
+        self.move_to_end(seq, last=False)
 
 
 class Scheduler:
@@ -278,7 +260,7 @@ class Scheduler:
     def add(self, sequences: Iterable[Sequence]) -> None:
         """Append new sequences to the waiting queue."""
         for seq in sequences:
-            self.waiting.append(seq)
+            self.waiting[seq] = None
             self._by_rid.setdefault(seq.rid, {})[seq] = None
 
     def of_request(self, rid: str) -> list[Sequence]:
@@ -307,7 +289,7 @@ class Scheduler:
         awaited: set[tuple[int, ...]] = set()  # prompts of sequences that wait for another's prefill
         room = self._expected_free_slots()
         while self.waiting and budget > 0 and self._rows:
-            seq = self.waiting.popleft()
+            seq = self.waiting.popitem(last=False)[0]
             if self._should_wait(seq, in_flight, awaited):
                 skipped.append(seq)
                 continue
@@ -317,14 +299,14 @@ class Scheduler:
             used = self._extend(seq, budget, extends) if wanted <= room else 0
             if used == 0:  # no slots: return to the queue
                 self._release_slots(seq)
-                self.waiting.appendleft(seq)
+                self.waiting.put_first(seq)
                 break
             budget -= used
             self.prefilling.append(seq)
             room = room - wanted if room < float("inf") else self._expected_free_slots()
             in_flight.setdefault(tuple(seq.prompt_ids[:_PREFIX_KEY_LENGTH]), []).append(seq.array)
         for seq in reversed(skipped):
-            self.waiting.appendleft(seq)
+            self.waiting.put_first(seq)
         return extends
 
     def _should_wait(
@@ -428,7 +410,7 @@ class Scheduler:
         """Release the slots of a sequence; it starts over from its tokens when there are slots again."""
         self._leave_queues(seq)
         self._release_slots(seq)
-        self.waiting.appendleft(seq)
+        self.waiting.put_first(seq)
         self.retractions += 1
 
     def drop(self, seq: Sequence, *, version: str) -> None:
@@ -448,7 +430,7 @@ class Scheduler:
             self._by_rid.pop(seq.rid, None)
 
     def _leave_queues(self, seq: Sequence) -> None:
-        self.waiting.discard(seq)
+        self.waiting.pop(seq, None)
         for queue in (self._unshared, self.running, self.prefilling):
             if seq in queue:
                 queue.remove(seq)

@@ -28,7 +28,6 @@ from slime.engine.embedded.fused.expert_kernels import combine, route
 from slime.engine.embedded.fused.mlp_kernels import add_norm, embed_decode_tokens, swiglu
 from slime.engine.embedded.fused.runner import (
     DenseMlp,
-    FusedLayerWeights,
     FusedWeights,
     LinearProduct,
     MoeMlp,
@@ -86,38 +85,11 @@ class FusedModel:
 
     def decode(self, batch: DecodeBatch) -> torch.Tensor:
         """Return fp32 logits `[b, V]`, valid until the next call."""
-        b = batch.rows.shape[0]
-        few, weights = b <= self._few, self._weights
-        self._context.slots = batch.slots
+        b, eps, weights, context = batch.rows.shape[0], self._block.eps, self._weights, self._context
+        few = b <= self._few
         pdl = b == 1 and few
-        embed_decode_tokens(
-            batch.known, batch.tokens, batch.rows, batch.lens, batch.slots, self._context.table, weights.embedding,
-            weights.layers[0].norm, self._stream[:b], None if few else self._normed[:b], self._block.eps, pdl=pdl,
-        )  # fmt: skip
-        for index, layer in enumerate(weights.layers):
-            if few:
-                self._decode_few(index, layer, batch, pdl)
-            else:
-                self._decode_many(index, layer, batch)
-        logits = self._logits[:b]
-        if few:
-            mlp_kernels.gemv(self._stream[:b], weights.head, logits, norm=weights.norm, eps=self._block.eps, pdl=pdl)
-        else:
-            _project(self._normed[:b], weights.head, logits)
-        return logits
-
-    def _attend(self, index: int, layer: FusedLayerWeights, batch: DecodeBatch, pdl: bool) -> torch.Tensor:
-        b, context = batch.rows.shape[0], self._context
-        attention_kernels.decode(
-            self._qkv[:b], context.keys[index], context.values[index], self._mixed[:b], context.table, batch.rows,
-            batch.lens, layer.q_norm, layer.k_norm, self._angles, self._scratch, self._shape, window=layer.window,
-            parts=attention_kernels.max_parts(b, self._shape, self._positions), pdl=pdl,
-        )  # fmt: skip
-        return self._mixed[:b]
-
-    def _decode_few(self, index: int, layer: FusedLayerWeights, batch: DecodeBatch, pdl: bool) -> None:
-        b, eps = batch.rows.shape[0], self._block.eps
-        stream, inner = self._stream[:b], self._inner[:b]
+        stream, normed, delta = self._stream[:b], self._normed[:b], self._delta[:b]
+        qkv, mixed, inner, logits = self._qkv[:b], self._mixed[:b], self._inner[:b], self._logits[:b]
 
         def product(
             x: torch.Tensor,
@@ -130,24 +102,40 @@ class FusedModel:
         ) -> None:
             mlp_kernels.gemv(x, by.weight, out, bias=by.bias, norm=norm, eps=eps, gate=gate, add=add, pdl=pdl)
 
-        product(stream, layer.qkv, self._qkv[:b], norm=layer.norm)
-        product(self._attend(index, layer, batch, pdl), layer.out, stream, add=True)
-        assert isinstance(layer.mlp, DenseMlp)
-        product(stream, layer.mlp.gate_up, inner, norm=layer.mlp_norm, gate=True)
-        product(inner, layer.mlp.down, stream, add=True)
-
-    def _decode_many(self, index: int, layer: FusedLayerWeights, batch: DecodeBatch) -> None:
-        b, eps = batch.rows.shape[0], self._block.eps
-        stream, normed, delta = self._stream[:b], self._normed[:b], self._delta[:b]
-        layer.qkv(normed, self._qkv[:b])
-        layer.out(self._attend(index, layer, batch, False), delta)
-        add_norm(delta, stream, layer.mlp_norm, normed, eps)
-        if isinstance(layer.mlp, MoeMlp):
-            self._experts(index, layer.mlp, stream, normed)
-            return
-        swiglu(layer.mlp.gate_up(normed, self._gate_up[:b]), self._inner[:b])
-        layer.mlp.down(self._inner[:b], delta)
-        add_norm(delta, stream, self._next_norm(index), normed, eps)
+        context.slots = batch.slots
+        embed_decode_tokens(
+            batch.known, batch.tokens, batch.rows, batch.lens, batch.slots, context.table, weights.embedding,
+            weights.layers[0].norm, stream, None if few else normed, eps, pdl=pdl,
+        )  # fmt: skip
+        for index, layer in enumerate(weights.layers):
+            if few:
+                product(stream, layer.qkv, qkv, norm=layer.norm)
+            else:
+                layer.qkv(normed, qkv)
+            attention_kernels.decode(
+                qkv, context.keys[index], context.values[index], mixed, context.table, batch.rows, batch.lens,
+                layer.q_norm, layer.k_norm, self._angles, self._scratch, self._shape, window=layer.window,
+                parts=attention_kernels.max_parts(b, self._shape, self._positions), pdl=pdl,
+            )  # fmt: skip
+            if few:
+                product(mixed, layer.out, stream, add=True)
+                assert isinstance(layer.mlp, DenseMlp)
+                product(stream, layer.mlp.gate_up, inner, norm=layer.mlp_norm, gate=True)
+                product(inner, layer.mlp.down, stream, add=True)
+                continue
+            layer.out(mixed, delta)
+            add_norm(delta, stream, layer.mlp_norm, normed, eps)
+            if isinstance(layer.mlp, MoeMlp):
+                self._experts(index, layer.mlp, stream, normed)
+                continue
+            swiglu(layer.mlp.gate_up(normed, self._gate_up[:b]), inner)
+            layer.mlp.down(inner, delta)
+            add_norm(delta, stream, self._next_norm(index), normed, eps)
+        if few:
+            mlp_kernels.gemv(stream, weights.head, logits, norm=weights.norm, eps=eps, pdl=pdl)
+        else:
+            _project(normed, weights.head, logits)
+        return logits
 
     def _experts(self, index: int, mlp: MoeMlp, stream: torch.Tensor, normed: torch.Tensor) -> None:
         """Add the experts' output for `normed` to `stream`, then write the next norm of `stream` into `normed`."""
@@ -226,7 +214,13 @@ def compile_kernels(block: FusedModelSpec, dtype: torch.dtype, *, most: int, pos
     `positions` is the number of columns of the slot table.
     """
     began = time.perf_counter()
-    body = meta_fused_model(block, dtype, most=most, positions=positions)
+    tensors = {name: torch.empty(shape, dtype=dtype, device=_META) for name, shape in tensor_shapes(block).items()}
+    context = AttentionContext(_META)
+    for layer in range(block.layers):
+        cache = torch.empty(block.kv_heads, 16, block.head_dim, dtype=dtype, device=_META)
+        context.keys[layer] = context.values[layer] = cache
+    context.table = torch.empty(most + 1, positions, dtype=torch.int32, device=_META)
+    body = FusedModel(block, tensors, context, most=most, positions=positions)
     ids, positions_there, slots = torch.empty(3, _TOKENS, dtype=torch.int64, device=_META).unbind(0)
     tiles = [ExtendTiles(*torch.empty(4, count, dtype=torch.int32, device=_META).unbind(0)) for count in _TILES]
 
@@ -246,14 +240,3 @@ def compile_kernels(block: FusedModelSpec, dtype: torch.dtype, *, most: int, pos
         for future in [pool.submit(torch.inference_mode()(step)) for step in steps]:
             future.result()
     log.info("compiled kernels in %.1f s", time.perf_counter() - began)
-
-
-def meta_fused_model(block: FusedModelSpec, dtype: torch.dtype, *, most: int, positions: int) -> FusedModel:
-    """Make a fused model of `meta` tensors, which use no memory."""
-    tensors = {name: torch.empty(shape, dtype=dtype, device=_META) for name, shape in tensor_shapes(block).items()}
-    context = AttentionContext(_META)
-    for layer in range(block.layers):
-        cache = torch.empty(block.kv_heads, 16, block.head_dim, dtype=dtype, device=_META)
-        context.keys[layer] = context.values[layer] = cache
-    context.table = torch.empty(most + 1, positions, dtype=torch.int32, device=_META)
-    return FusedModel(block, tensors, context, most=most, positions=positions)

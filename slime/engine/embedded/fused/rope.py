@@ -54,12 +54,8 @@ class Rope:
         if kind == "llama3":
             low, high = float(given["low_freq_factor"]), float(given["high_freq_factor"])
             return cls(kind, theta, float(given["factor"]), low, high, original)
-        if kind == "yarn":
-            return cls._yarn(facts, given, theta, original)
-        raise NotFused(f"its rope_type {kind!r} is not supported")
-
-    @classmethod
-    def _yarn(cls, facts: JsonMapping, given: JsonMapping, theta: float, original: int) -> Rope:
+        if kind != "yarn":
+            raise NotFused(f"its rope_type {kind!r} is not supported")
         factor = float(given.get("factor") or facts["max_position_embeddings"] / original)
         attention = given.get("attention_factor")
         if attention is None:
@@ -94,23 +90,19 @@ class Rope:
             mixed = (1 - smooth) * scaled / self.factor + smooth * scaled
             return torch.where(~(wave < shortest) & ~(wave > longest), mixed, scaled)
         if self.kind == "yarn":
-            low, high = self._yarn_range(dim)
+            # the indices of the frequencies between which the scaling ramps up
+            low, high = (
+                dim * math.log(self.original_positions / (turns * 2 * math.pi)) / (2 * math.log(self.theta))
+                for turns in (self.beta_fast, self.beta_slow)
+            )
+            if self.truncate:
+                low, high = math.floor(low), math.ceil(high)
+            low, high = max(low, 0), min(high, dim - 1)
+            high = high + 0.001 if low == high else high
             ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
             unscaled = 1 - ramp
             return 1.0 / (self.factor * steps) * (1 - unscaled) + 1.0 / steps * unscaled
         return 1.0 / steps
-
-    def _yarn_range(self, dim: int) -> tuple[float, float]:
-        """Return the indices of the frequencies between which the scaling ramps up."""
-
-        def at(rotations: float) -> float:
-            return dim * math.log(self.original_positions / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
-
-        low, high = at(self.beta_fast), at(self.beta_slow)
-        if self.truncate:
-            low, high = math.floor(low), math.ceil(high)
-        low, high = max(low, 0), min(high, dim - 1)
-        return low, high + 0.001 if low == high else high
 
     def tables(
         self, dim: int, positions: int, dtype: torch.dtype, device: torch.device

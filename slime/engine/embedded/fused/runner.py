@@ -46,8 +46,6 @@ class FusedRunner(ModelRunner):
 
 @dataclass(frozen=True)
 class LinearProduct:
-    """A linear product."""
-
     weight: torch.Tensor  # [out, in]
     bias: torch.Tensor | None = None
 

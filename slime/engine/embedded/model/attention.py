@@ -245,22 +245,18 @@ def group_spans(
             groups.append([i])
     if len(groups) == 1:
         groups[0].sort()
-    return [_make_group(members, starts, query_lens, key_slots) for members in groups]
-
-
-def _make_group(
-    members: list[int], starts: np.ndarray, query_lens: Sequence[int], key_slots: Sequence[np.ndarray]
-) -> SpanGroup:
-    m = query_lens[members[0]]
-    lens = np.array([len(key_slots[i]) for i in members])
-    n = int(lens.max())
-    slots = np.zeros((len(members), n), dtype=np.int64)
-    for row, i in enumerate(members):
-        slots[row, : lens[row]] = key_slots[i]
-    query = (starts[members][:, None] + np.arange(m)).reshape(-1)
-    return SpanGroup(
-        torch.from_numpy(query), torch.from_numpy(slots.reshape(-1)), len(members), m, n, torch.from_numpy(lens)
-    )
+    spans = []
+    for members in groups:
+        m = query_lens[members[0]]
+        lens = np.array([len(key_slots[i]) for i in members])
+        n = int(lens.max())
+        slots = np.zeros((len(members), n), dtype=np.int64)
+        for row, i in enumerate(members):
+            slots[row, : lens[row]] = key_slots[i]
+        query = torch.from_numpy((starts[members][:, None] + np.arange(m)).reshape(-1))
+        flat = torch.from_numpy(slots.reshape(-1))
+        spans.append(SpanGroup(query, flat, len(members), m, n, torch.from_numpy(lens)))
+    return spans
 
 
 class AttentionContext:

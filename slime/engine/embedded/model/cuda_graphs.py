@@ -90,7 +90,7 @@ class CudaDecoder:
 
             def step() -> torch.Tensor:
                 logits = self._body.decode(self._inputs.decode_batch(size, self._tokens))
-                self._draw.plain(logits, self._draw_batch(size))
+                self._draw.plain(logits, self._inputs.draw_batch(size, self._tokens, self._results))
                 return logits
 
             self._graphs[size] = self._captured(step)
@@ -121,9 +121,6 @@ class CudaDecoder:
         torch.cuda.current_stream().wait_stream(stream)
         return graph.replay, outputs
 
-    def _draw_batch(self, size: int) -> DrawBatch:
-        return self._inputs.draw_batch(size, self._tokens, self._results)
-
     # decode
 
     @torch.inference_mode()
@@ -134,7 +131,9 @@ class CudaDecoder:
         numbers, floats = host.numbers.numpy(), host.floats.numpy()
         rows = numbers[0, :count]
         rows[:] = [s.row for s in running]
-        members = self._members = self._members.for_batch(running)
+        if self._members.sequences != running:
+            self._members = _BatchConstants(running)
+        members = self._members
         drawn = np.array([len(s.output_ids) + more for s, more in zip(running, ahead, strict=True)])
         lens = numbers[1, :count]
         lens[:] = members.prompts + drawn
@@ -149,7 +148,8 @@ class CudaDecoder:
         replay, logits = self._graphs[size]
         replay()
         held[rows] = lens
-        arrived = self._redraw(logits[:count], self._draw_batch(count), running, ahead)
+        batch = self._inputs.draw_batch(count, self._tokens, self._results)
+        arrived = self._redraw(logits[:count], batch, running, ahead)
         return self._copy_to_host(self._results[:count], arrived)
 
     def _host_inputs(self, used: int, size: int) -> _StepInputs:
@@ -247,15 +247,11 @@ class _BatchConstants:
     """
 
     def __init__(self, sequences: SequenceOf[Sequence]) -> None:
-        self._sequences = list(sequences)
+        self.sequences = list(sequences)
         self.prompts = np.array([len(s.prompt_ids) for s in sequences], np.int64)
         self._seeds = np.array([s.seed for s in sequences], np.uint64)
         self._degrees = np.array([temperature_of(s) for s in sequences], np.float32)
         self._greedy = np.array([s.params.greedy for s in sequences], np.float32)
-
-    def for_batch(self, sequences: SequenceOf[Sequence]) -> _BatchConstants:
-        """Return self if it is for exactly these sequences, else a new one."""
-        return self if self._sequences == sequences else _BatchConstants(sequences)
 
     def drawing(self, drawn: np.ndarray) -> np.ndarray:
         """Return `[3, b]`: uniform numbers after `drawn` tokens each, temperatures and greedy flags."""

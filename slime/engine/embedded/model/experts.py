@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from slime.engine.embedded.model.attention import AttentionContext, MakeZeros
 
@@ -36,13 +35,8 @@ class RoutedExperts:
         self._rows: torch.Tensor | None = None  # [slots + 1, layers, topk]
         self._kind = torch.uint8
 
-    @property
-    def multiply(self) -> Callable[..., torch.Tensor]:
-        """Function that multiplies tokens with their experts, in groups."""
-        return self._code[0]
-
     @cached_property
-    def _code(self) -> tuple[Callable[..., torch.Tensor], Callable[..., None]]:
+    def code(self) -> tuple[Callable[..., torch.Tensor], Callable[..., None]]:
         """Functions of the device: one multiplies tokens with their experts, the other writes rows."""
         if self._context.device.type == "cuda":
             from slime.engine.embedded.model.expert_kernels import multiply_experts, note_experts
@@ -72,7 +66,7 @@ class RoutedExperts:
         if self._rows is None:  # the first pass, before slots are allocated
             self.expect(index.shape[1], count)
             return
-        self._code[1](self._rows, self._context.slots, layer, index)
+        self.code[1](self._rows, self._context.slots, layer, index)
 
     def of(self, slots: np.ndarray) -> np.ndarray:
         """Return the rows of these slots, `[n, layers, topk]`."""
@@ -88,21 +82,19 @@ def watch_experts(model: PreTrainedModel, context: AttentionContext) -> RoutedEx
     from transformers.integrations.moe import ExpertsInterface
 
     routed = RoutedExperts(context, model.config.get_text_config().num_hidden_layers)
-    found: list[tuple[nn.Module, int]] = []
+    has_experts = False
     for module_name, module in model.named_modules():
         layer = re.search(r"(?:^|\.)layers\.(\d+)\.", module_name)
         if layer is not None and hasattr(module, "is_concatenated") and hasattr(module, "num_experts"):
-            found.append((module, int(layer.group(1))))
-    if not found:
+            module.layer_idx, has_experts = int(layer.group(1)), True
+    if not has_experts:
         return routed
-    for module, number in found:
-        module.layer_idx = number  # type: ignore[assignment]
 
     def experts(
         module: Any, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         routed.note(module.layer_idx, top_k_index, module.num_experts)
-        return routed.multiply(module, hidden, top_k_index, top_k_weights)
+        return routed.code[0](module, hidden, top_k_index, top_k_weights)
 
     name = f"slime_experts_{next(_names)}"
     ExpertsInterface.register(name, experts)

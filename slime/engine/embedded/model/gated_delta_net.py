@@ -67,29 +67,23 @@ def group_pieces(
             groups[-1].append(i)
         else:
             groups.append([i])
-    return [_spans(members, rows, starts, lens, first, device) for members in groups]
-
-
-def _spans(
-    members: list[int],
-    rows: SequenceOf[int],
-    starts: SequenceOf[int],
-    lens: SequenceOf[int],
-    first: np.ndarray,
-    device: torch.device,
-) -> PaddedPieces:
-    longest = max(lens[i] for i in members)
-    tokens = np.concatenate([first[i] + np.arange(lens[i]) for i in members])
-    places = np.concatenate([at * longest + np.arange(lens[i]) for at, i in enumerate(members)])
-    begun = torch.tensor([float(starts[i] > 0) for i in members], device=device).view(-1, 1, 1)
-    return PaddedPieces(
-        torch.tensor([rows[i] for i in members], device=device),
-        begun,
-        torch.tensor([lens[i] for i in members], device=device),
-        longest,
-        torch.from_numpy(tokens).to(device),
-        torch.from_numpy(places).to(device),
-    )
+    pieces = []
+    for members in groups:
+        longest = max(lens[i] for i in members)
+        tokens = np.concatenate([first[i] + np.arange(lens[i]) for i in members])
+        places = np.concatenate([at * longest + np.arange(lens[i]) for at, i in enumerate(members)])
+        begun = torch.tensor([float(starts[i] > 0) for i in members], device=device).view(-1, 1, 1)
+        pieces.append(
+            PaddedPieces(
+                torch.tensor([rows[i] for i in members], device=device),
+                begun,
+                torch.tensor([lens[i] for i in members], device=device),
+                longest,
+                torch.from_numpy(tokens).to(device),
+                torch.from_numpy(places).to(device),
+            )
+        )
+    return pieces
 
 
 class DeltaNetStates:
@@ -100,12 +94,10 @@ class DeltaNetStates:
         self.held = np.full(rows, -1)
         self.spans: list[PaddedPieces] | None = None  # of an extend step; None: a decode step, one token per row
         self.rows = torch.empty(0, dtype=torch.int64, device=device)  # of a decode step
-        self.convolve: Callable[..., torch.Tensor]
-        self.step: Callable[..., torch.Tensor]
         self.conv: dict[int, torch.Tensor] = {}  # [rows, kernel - 1, channels]
         self.matrix: dict[int, torch.Tensor] = {}  # [rows, heads, key_dim, value_dim]
-        self._device = device
-        self.convolve, self.step = convolve, step
+        self.convolve: Callable[..., torch.Tensor] = convolve
+        self.step: Callable[..., torch.Tensor] = step
         if device.type == "cuda":
             from slime.engine.embedded.model import delta_net_kernels
 

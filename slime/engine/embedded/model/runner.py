@@ -7,9 +7,7 @@ are fp32 before any processing.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,7 +23,7 @@ from slime.engine.embedded.model.attention import (
     replace_indexers,
     zeros_on,
 )
-from slime.engine.embedded.model.cpu_layers import inputs_of_linears, prepare_layers
+from slime.engine.embedded.model.cpu_layers import PackedWeights, inputs_of_linears, prepare_layers
 from slime.engine.embedded.model.cpu_sampler import draw, draw_each, temperature_of, uniforms
 from slime.engine.embedded.model.experts import watch_experts
 from slime.engine.embedded.model.gated_delta_net import group_pieces, replace_delta_nets
@@ -41,12 +39,8 @@ log = logging.getLogger(__name__)
 Sampled = tuple[list[int], list[float]]
 
 
-@dataclass
-class CpuStep:
-    """A computed step on the CPU: its sampled tokens."""
-
-    tokens: torch.Tensor
-    logprobs: torch.Tensor
+CpuStep = tuple[torch.Tensor, torch.Tensor]
+"""The sampled tokens and their log-probs."""
 
 
 class StepDecoder(Protocol):
@@ -90,7 +84,6 @@ class ModelRunner:
     """Holds a model and its KV slots; on the CPU it is also the decoder that runs the steps."""
 
     looks_ahead = False  # the CPU computes a step when it is launched
-    _forget_weights: Callable[[], None] | None = None
 
     def __init__(self, model: PreTrainedModel, table: np.ndarray) -> None:
         self._hold(model, table)
@@ -100,7 +93,7 @@ class ModelRunner:
         if not self.cuda and self.dtype == torch.float32:
             with inputs_of_linears(model) as inputs:
                 self._probe()
-            self._forget_weights = prepare_layers(model, inputs, pack=torch.backends.mkldnn.is_acl_available())
+            self._packed = prepare_layers(model, inputs, pack=torch.backends.mkldnn.is_acl_available())
         else:
             self._probe()
         self._projection = output_projection(model)
@@ -113,6 +106,7 @@ class ModelRunner:
         self.context = AttentionContext(self.device)
         self.states = replace_delta_nets(model, len(table), self.device)
         self._table = table
+        self._packed: list[PackedWeights] = []
         self._tokens = torch.zeros(len(table), dtype=torch.int64)  # the last token of each row
 
     @property
@@ -137,8 +131,8 @@ class ModelRunner:
 
     def weights_changed(self) -> None:
         """Discard data derived from the weights; must be called after a write to the weights."""
-        if self._forget_weights is not None:
-            self._forget_weights()
+        for packed in self._packed:
+            packed.forget()
 
     def kv_bytes_per_token(self) -> int:
         values = sum(s.kv_heads * (s.key_dim + s.value_dim) for s in self.context.shapes.values())
@@ -191,7 +185,7 @@ class ModelRunner:
         self.score_prompts(extends, hidden, ends)
         wanted = [i for i, e in enumerate(extends) if e.is_sampled]
         if not wanted:
-            return CpuStep(self._tokens[:0], torch.empty(0))
+            return self._tokens[:0], torch.empty(0)
         logits = self.logits(hidden[torch.from_numpy(ends[wanted] - 1)])
         return self._drawn(logits, [extends[i].sequence for i in wanted], [0] * len(wanted))
 
@@ -277,7 +271,8 @@ class ModelRunner:
         return self._drawn(self.logits(hidden), running, ahead)
 
     def collect(self, launched: CpuStep) -> Sampled:
-        return launched.tokens.tolist(), launched.logprobs.tolist()
+        tokens, logprobs = launched
+        return tokens.tolist(), logprobs.tolist()
 
     def foresees(self, seq: Sequence) -> bool:
         return seq.plain
@@ -289,7 +284,7 @@ class ModelRunner:
         tokens, logprobs = self._draw(logits, sequences, ahead)
         if self.looks_ahead:  # the next step is launched before they are read
             self._tokens[[s.row for s in sequences]] = tokens
-        return CpuStep(tokens, logprobs)
+        return tokens, logprobs
 
     def _draw(
         self, logits: torch.Tensor, sequences: SequenceOf[Sequence], ahead: SequenceOf[int]

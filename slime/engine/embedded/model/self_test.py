@@ -121,7 +121,23 @@ def compare_small_model(make: Callable[[], PreTrainedModel]) -> None:
     for seed in range(_ATTEMPTS):
         small = make()
         facts = small.config.get_text_config().to_dict()
-        plain = _small_plain_forward(small, facts, seed)
+        limit = exact_length_limit(facts)
+        try:
+            plain = PlainForward(
+                lambda ids, small=small: small(input_ids=ids, use_cache=False).logits,
+                model_type=facts["model_type"],
+                vocab_size=facts["vocab_size"],
+                dtype=torch.float32,
+                device=torch.device("cpu"),
+                context_len=sys.maxsize if limit is None else limit[0],
+                lengths=prompt_lengths(facts, is_fused=False),
+                seed=seed,
+            )
+        except Exception as cause:  # a family's code may raise anything for rows of several lengths
+            raise UserError(
+                f"transformers cannot compute a small {small.config.model_type} model ({first_line(cause)}), so its "
+                "log-probs cannot be compared: choose another model"
+            ) from cause
         table = np.zeros((len(PROMPT_LENGTHS) + 1, 2 * _WIDEST_TESTED), dtype=np.int32)
         with refuse_model_errors(facts["model_type"]):
             runner = ModelRunner(small, table)
@@ -133,26 +149,6 @@ def compare_small_model(make: Callable[[], PreTrainedModel]) -> None:
             wrong = error
     assert wrong is not None
     raise wrong
-
-
-def _small_plain_forward(small: PreTrainedModel, facts: JsonMapping, seed: int) -> PlainForward:
-    limit = exact_length_limit(facts)
-    try:
-        return PlainForward(
-            lambda ids: small(input_ids=ids, use_cache=False).logits,
-            model_type=facts["model_type"],
-            vocab_size=facts["vocab_size"],
-            dtype=torch.float32,
-            device=torch.device("cpu"),
-            context_len=sys.maxsize if limit is None else limit[0],
-            lengths=prompt_lengths(facts, is_fused=False),
-            seed=seed,
-        )
-    except Exception as cause:  # a family's code may raise anything for rows of several lengths
-        raise UserError(
-            f"transformers cannot compute a small {small.config.model_type} model ({first_line(cause)}), so its "
-            "log-probs cannot be compared: choose another model"
-        ) from cause
 
 
 class PlainForward:
