@@ -26,7 +26,7 @@ from slime.driver.plan.plan import choose_rollout_backend, needs_engines, precis
 from slime.engine.elastic.fleet_cli import fleet_rows
 from slime.engine.elastic.handshake import fleet_token, joined_engine_key
 from slime.engine.elastic.members import JoinedEngines
-from slime.engine.elastic.registration import start_registration
+from slime.engine.elastic.registration import RegistrationServer
 from slime.engine.fleet.engines import Engines, single_engine_config
 from slime.engine.fleet.processes import EngineFleet
 from slime.engine.fleet.status import EngineLoad, EngineStates, request_load
@@ -103,8 +103,9 @@ class RunComponents:
         self.supervisors = self._make_supervisors(stack)
         if self.joined is not None:
             assert self.config.fleet_address is not None
+            assert self.config.hf_checkpoint is not None
             staged_in = None if self.publisher is None else self.publisher.staged_in
-            door = start_registration(
+            door = RegistrationServer(
                 self.config.fleet_address, run_dir.path, self.joined, model=self.config.hf_checkpoint,
                 staged_in=staged_in, rows=self.fleet,
             )  # fmt: skip

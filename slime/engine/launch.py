@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from typing import NamedTuple
 
 from slime.cluster.devices import resolve_rollout_dtype, split_cores, threads_per_process
@@ -53,11 +52,6 @@ def engine_url(host: str, port: int) -> str:
     """URL of a server that binds to `host`; a wildcard is reached over loopback."""
     address = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
-
-
-def split_by_node(seat: EngineSlots) -> list[EngineSlots]:
-    """Split the slots of an engine by node."""
-    return [tuple(slots) for _, slots in groupby(seat, key=lambda slot: id(slot.node))]
 
 
 def engine_env(device: str, slots: EngineSlots, *, seats: Sequence[EngineSlots]) -> dict[str, str]:

@@ -28,6 +28,7 @@ from slime.engine.launch import Launch, PortAllocator
 from slime.errors import RunFailed, UserError
 from slime.rollout.event_loop import LoopThread
 from tests.cluster.nodes import FarNode
+from tests.engine.pids import pids_of
 
 STUB = (sys.executable, str(Path(__file__).with_name("stub_engine.py")))
 
@@ -61,7 +62,7 @@ def test_engines_start_become_healthy_and_stop(tmp_path: Path, monkeypatch: pyte
         assert len(fleet.urls) == len(set(fleet.urls)) == 2
         assert all(url.startswith("http://127.0.0.1:") for url in fleet.urls)
         fleet.check()
-        pids = fleet.pids()
+        pids = pids_of(fleet)
         assert len(pids) == 6  # two guards, their deputies, two engines
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
     fleet.stop()
@@ -117,7 +118,7 @@ def test_engine_that_never_answers_times_out(tmp_path: Path) -> None:
     fleet = make_fleet(tmp_path, "hang", engine_start_timeout=0.5)
     with pytest.raises(EngineStartTimeout, match=r"engine-0 did not answer /health .*0\.5 s"):
         fleet.start()
-    assert fleet.pids() == []
+    assert pids_of(fleet) == []
 
 
 def check_for(fleet: EngineFleet, seconds: float) -> None:
@@ -129,7 +130,7 @@ def check_for(fleet: EngineFleet, seconds: float) -> None:
 
 def test_check_raises_after_an_engine_dies(tmp_path: Path) -> None:
     with make_fleet(tmp_path, "fine", rollout_num_gpus=2) as fleet:
-        os.kill(fleet.pids()[-1], signal.SIGKILL)
+        os.kill(pids_of(fleet)[-1], signal.SIGKILL)
         with pytest.raises(EngineDied, match="engine-1 was killed by signal 9"):
             check_for(fleet, 120)
 
@@ -139,7 +140,7 @@ def test_engine_that_dies_after_its_first_health_check_is_named(tmp_path: Path) 
     engines._fleets[engines.models[0].name] = fleet = make_fleet(tmp_path, "mayfly")
     with pytest.raises(EngineDied, match="engine-0 was killed by signal 9"):
         engines.start()
-    assert fleet.pids() == []
+    assert pids_of(fleet) == []
 
 
 def test_port_in_use_is_a_user_error(tmp_path: Path) -> None:
@@ -213,7 +214,7 @@ def test_node_lost_before_the_start_is_named(tmp_path: Path) -> None:
     fleet = make_fleet(tmp_path, "fine", rollout_num_gpus=2, slots=[Slot(LocalNode()), Slot(node)])
     with pytest.raises(RunFailed, match=r"engine-1 cannot be started: node 127\.0\.0\.2 is gone"):
         fleet.start()
-    assert fleet.pids() == []
+    assert pids_of(fleet) == []
 
 
 def test_engine_of_a_lost_node_moves_to_a_spare_or_is_retired(tmp_path: Path) -> None:
@@ -237,7 +238,7 @@ def test_engine_of_a_lost_node_moves_to_a_spare_or_is_retired(tmp_path: Path) ->
         assert asked == [first, second]
         assert fleet.urls[1].startswith("http://127.0.0.4:")
         fleet.check()
-        assert len(fleet.pids()) == 6
+        assert len(pids_of(fleet)) == 6
         lose(third)
         with pytest.raises(
             EngineRetired, match=r"node \(node 127\.0\.0\.4\) of engine-1 is gone, and there is no other"
@@ -246,7 +247,7 @@ def test_engine_of_a_lost_node_moves_to_a_spare_or_is_retired(tmp_path: Path) ->
         assert (len(fleet.urls), asked[2:]) == (1, [third])
         assert fleet.why_ended(1) == "it was removed from the fleet"
         fleet.check()
-        assert len(fleet.pids()) == 3
+        assert len(pids_of(fleet)) == 3
 
 
 def test_supervisor_moves_an_engine_to_a_spare_node_then_removes_it(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from slime.config import Config, derive
 from slime.engine.elastic.fleet_cli import fleet_rows
 from slime.engine.elastic.handshake import TOKEN_FILE, JoinRefused, fleet_token, joined_engine_key
 from slime.engine.elastic.members import JoinedEngine, JoinedEngines, JoinRequest
-from slime.engine.elastic.registration import MARKER_FILE, RegistrationServer, start_registration
+from slime.engine.elastic.registration import MARKER_FILE, RegistrationServer
 from slime.engine.fleet.processes import EngineFleet
 from slime.engine.fleet.supervisor import HealthCheckSettings
 from slime.engine.http.client import EngineClient
@@ -80,8 +80,8 @@ class Run:
         return next(client for client in self.pool.clients if client.base_url == url)
 
     def open(self, address: str = "0") -> RegistrationServer:
-        return start_registration(
-            address, self.run_dir, self.joined, model=self.config.hf_checkpoint, staged_in=None, rows=self.rows
+        return RegistrationServer(
+            address, self.run_dir, self.joined, model=str(self.config.hf_checkpoint), staged_in=None, rows=self.rows
         )
 
     def rows(self) -> list[dict[str, Any]]:

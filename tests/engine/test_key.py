@@ -30,6 +30,7 @@ from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sample_pipeline import generate_and_rm_group
 from slime.utils.http_utils import post
 from tests.engine.conftest import EngineProcess
+from tests.engine.pids import pids_of
 
 KEY = "open-sesame"
 ONE_TOKEN = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
@@ -224,7 +225,7 @@ def test_engines_beyond_loopback_require_the_key_of_the_run(
 
     with Engines(config, device="cpu", run_dir=tmp_path) as engines:
         assert engines.key is not None
-        words = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in engines.pids()]
+        words = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids_of(engines)]
         assert not any(engines.key.encode() in line for line in words)  # command lines are readable by other users
         with RolloutRuntime(config, engines.urls, dispatch=generate_and_rm_group, **engines.addresses()) as runtime:
             [client] = runtime.pool.clients

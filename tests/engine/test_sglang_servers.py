@@ -30,6 +30,7 @@ from slime.rollout.sample_pipeline import generate_and_rm_group
 from slime.utils.http_utils import get_model_url
 from tests.cluster.nodes import FarNode
 from tests.engine.fake_packages import write_packages
+from tests.engine.pids import pids_of
 from tests.tiny_models import make_tokenizer
 
 
@@ -177,8 +178,8 @@ def test_two_node_engine_runs_one_server_per_node(model: str, tmp_path: Path) ->
             ("4", "2", "0"), ("4", "2", "1"),
         ]  # fmt: skip
         assert not {"nccl-port"} & set(first) | set(second) - set(first)
-        assert len(fleet.pids()) == 6
-        os.kill(fleet.pids()[-1], signal.SIGKILL)
+        assert len(pids_of(fleet)) == 6
+        os.kill(pids_of(fleet)[-1], signal.SIGKILL)
         assert wait_until(lambda: fleet.why_ended(0) is not None)
         assert "engine-0-node-1 was killed by signal 9" in str(fleet.why_ended(0))
         fleet.restart(0)  # restarts both of its servers
@@ -222,17 +223,17 @@ def test_router_gets_flags_and_workers_and_its_death_is_reported(model: str, tmp
         workers = ask("GET", f"{engines.router_url}/workers")[1]["workers"]
         assert [(one["url"], one["worker_type"]) for one in workers] == [(url, "regular") for url in engines.urls]
         assert engines.model_urls == {"default": [engines.router_url]}
-        assert (engines.kind, len(engines.pids())) == ("sglang", 9)
+        assert (engines.kind, len(pids_of(engines))) == ("sglang", 9)
         [only] = engines._routers.values()
         only.remove_worker(engines.urls[0])
         assert [one["url"] for one in only.workers()] == engines.urls[1:]
         engines.check()
         with pytest.raises(NoResponse):
             ask("GET", f"{engines.router_url}/die")
-        assert wait_until(lambda: len(engines.pids()) == 6)
+        assert wait_until(lambda: len(pids_of(engines)) == 6)
         with pytest.raises(RouterDied, match=r"(?s)router ended with code 3.*the router broke"):
             engines.check()
-    assert engines.pids() == []
+    assert pids_of(engines) == []
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
@@ -243,7 +244,7 @@ def test_run_key_reaches_servers_and_router_but_no_command_line(model: str, tmp_
         assert [options(one["argv"])["api-key"] for one in told] == [engines.key, engines.key]
         assert KEY_VARIABLE not in told[0]["env"]  # child processes of the server must not see it
         assert [one["api_key"] for one in ask("GET", f"{engines.router_url}/workers")[1]["workers"]] == [engines.key]
-        words = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in engines.pids()]
+        words = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids_of(engines)]
         assert sum(b"launch_" in line for line in words) >= 2
         assert not any(engines.key.encode() in line for line in words)
         logs = list((tmp_path / "logs").iterdir())
@@ -257,10 +258,13 @@ def test_restarted_server_rejoins_its_router_at_the_same_address(model: str, tmp
     with Engines(config_for(model, rollout_num_gpus=2), device="cpu", run_dir=tmp_path) as engines:
         urls = engines.urls
         assert engines.why_ended(0) is None
-        os.kill(engines.pids()[2], signal.SIGKILL)  # pids 0 and 1 are the guard of engine-0 and its deputy
+        os.kill(pids_of(engines)[2], signal.SIGKILL)  # pids 0 and 1 are the guard of engine-0 and its deputy
         assert wait_until(lambda: engines.why_ended(0) is not None)
         assert "engine-0 was killed by signal 9" in str(engines.why_ended(0))
-        engines.restart(0)
+        assert engines.own_fleet is not None
+        engines.route(urls[0], False)
+        engines.own_fleet.restart(0)
+        engines.route(urls[0], True)
         engines.check()
         assert engines.urls == urls
         assert ask("GET", f"{urls[0]}/health")[0] == 200
@@ -358,7 +362,7 @@ def test_external_engines_are_attached_and_left_running(model: str, tmp_path: Pa
         addresses = [url.removeprefix("http://") for url in fleet.urls]
         config = config_for(model, rollout_external_engine_addrs=addresses)
         with Engines(config, device="cpu", run_dir=tmp_path / "run") as engines:
-            assert (engines.urls, engines.kind, engines.pids()) == (fleet.urls, "sglang", [])
+            assert (engines.urls, engines.kind, pids_of(engines)) == (fleet.urls, "sglang", [])
             assert engines.router_url is None
         fleet.check()
         assert probe(fleet.urls[0]).version == "9.9.9"

@@ -25,6 +25,7 @@ from slime.engine.http.errors import EngineUnreachable
 from slime.engine.http.pool import EnginePool
 from slime.rollout.event_loop import LoopThread
 from tests.e2e.runs import wait_until
+from tests.engine.pids import pids_of
 from tests.rows import long
 from tests.tiny_models import make_model_folder
 
@@ -145,8 +146,8 @@ def test_engine_that_dies_during_restart_is_restarted_again(
 
         def restart_and_kill_the_first(index: int) -> None:
             def kill_soon() -> None:
-                before = set(fleet.pids())
-                while not (born := [pid for pid in fleet.pids() if pid not in before and is_engine_process(pid)]):
+                before = set(pids_of(fleet))
+                while not (born := [pid for pid in pids_of(fleet) if pid not in before and is_engine_process(pid)]):
                     time.sleep(0.01)
                 os.kill(born[0], signal.SIGKILL)
                 killed.append(born[0])
@@ -162,7 +163,7 @@ def test_engine_that_dies_during_restart_is_restarted_again(
                 restart(index)
 
         monkeypatch.setattr(fleet, "restart", restart_and_kill_the_first)
-        victim = next(pid for pid in fleet.pids() if is_engine_process(pid))
+        victim = next(pid for pid in pids_of(fleet) if is_engine_process(pid))
         os.kill(victim, signal.SIGKILL)
         supervisor.heal()
         assert len(killed) == 1

@@ -17,6 +17,7 @@ from slime.engine.fleet.external import PAUSE_MODES, UPDATE_ROUTES, probe
 from slime.engine.http.blocking import NoResponse, ask
 from slime.engine.http.protocol import generate_payload
 from slime.engine.sglang.router import RoutedPool, RouterDied, SglangRouter
+from tests.engine.pids import pids_of
 from tests.engine_contract.engines import Engine, after_first_tokens, engine_flags
 from tests.engine_contract.test_contract import GREEDY, LONG, PROMPT
 
@@ -93,8 +94,8 @@ def test_router_removes_and_adds_workers_and_its_death_is_reported(engine: Engin
     router.add_worker(engine.url)
     assert wait_for(lambda: [worker["is_healthy"] for worker in router.workers()] == [True])
     assert len(generate_through(router, GREEDY)["output_ids"]) == 16
-    os.kill(router.pids()[-1], signal.SIGKILL)
-    assert wait_for(lambda: router.pids() == [])
+    os.kill(pids_of(router)[-1], signal.SIGKILL)
+    assert wait_for(lambda: pids_of(router) == [])
     with pytest.raises(RouterDied, match="router ended with code -9"):
         router.check()
 
@@ -113,7 +114,7 @@ def test_server_and_router_require_a_key_hidden_from_command_lines(engine: Engin
         assert ask("POST", f"{url}/generate", body)[0] == 401
         assert ask("POST", f"{url}/generate", body, api_key=router.key)[0] == 200
         assert ask("POST", f"{url}/flush_cache", {})[0] == 401
-    words = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (*engine.fleet.pids(), *router.pids())]
+    words = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (*pids_of(engine.fleet), *pids_of(router))]
     assert words
     assert not any(router.key.encode() in line for line in words)
 

@@ -19,6 +19,7 @@ from slime.engine.fleet.processes import EngineFleet
 from slime.engine.http.client import EngineClient
 from slime.train.trainer_group import TrainerGroup
 from slime.weights import make_publisher
+from tests.engine.pids import pids_of
 from tests.listeners import listening_addresses
 from tests.rows import long
 from tests.tiny_models import make_model_folder
@@ -150,7 +151,7 @@ def test_engines_hold_the_bytes_of_the_trainers_after_each_update(
             seen.append(log_probs(clients[0], run_async, PROMPT))
         if sys.platform == "linux":  # stores, gloo and engines listen only on loopback
             pids = [pid for guard in trainers.pids for pid in process_tree(guard)]
-            assert listening_addresses([*pids, *fleet.pids()]) == {"127.0.0.1"}
+            assert listening_addresses([*pids, *pids_of(fleet)]) == {"127.0.0.1"}
         saved = trainers.save_hf(tmp_path / "saved")
         publisher.close()
     for client in clients:

@@ -107,7 +107,7 @@ def make_plan(
         backend, backend_reason = choose_rollout_backend(config, device)
     engines = 0 if backend == "none" else count_engines(config, backend)
     if backend == EXTERNAL:
-        ExternalEngines(config).ask()
+        ExternalEngines(config).start(timeout_s=10.0)
     check_one_machine(config, device, nodes)
     for_engines = 0 if not engines or config.rollout_external_engine_addrs else config.rollout_num_gpus
     on_nodes = plan_nodes(config, device, nodes, trainers=trainers, rollout=for_engines)

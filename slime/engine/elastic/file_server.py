@@ -6,6 +6,7 @@ folder has the listed names, sizes and checksums, or it does not exist.
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import shutil
 from collections.abc import Sequence
@@ -106,7 +107,20 @@ async def fetch(url: str, ticket: str, shelf: str, files: Sequence[ListedFile], 
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=30, sock_read=120)
         async with aiohttp.ClientSession(headers=authorization(ticket), timeout=timeout) as session:
             for one in files:
-                await _fetch_file(session, f"{url}/files/{shelf}/{one.name}", one, unfinished / one.name)
+                target, size, summed = unfinished / one.name, 0, xxhash.xxh3_128()
+                target.parent.mkdir(parents=True, exist_ok=True)
+                async with session.get(f"{url}/files/{shelf}/{one.name}") as response:
+                    response.raise_for_status()
+                    with target.open("wb") as out:
+                        async for chunk in response.content.iter_chunked(_CHUNK):
+                            out.write(chunk)
+                            size += len(chunk)
+                            if one.checksum is not None:
+                                summed.update(chunk)
+                if size != one.size:
+                    raise FetchFailed(f"{one.name}: received {size} bytes instead of {one.size}")
+                if one.checksum not in (None, summed.hexdigest()):
+                    raise FetchFailed(f"{one.name}: the checksum of the received file is wrong")
         _put_in_place(unfinished, folder)
     except (OSError, aiohttp.ClientError, TimeoutError) as error:
         raise FetchFailed(f"{folder.name} could not be fetched: {error or type(error).__name__}") from error
@@ -119,26 +133,6 @@ def _put_in_place(unfinished: Path, folder: Path) -> None:
         unfinished.rename(folder)
 
 
-async def _fetch_file(session: aiohttp.ClientSession, url: str, one: ListedFile, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    size, summed = 0, xxhash.xxh3_128()
-    async with session.get(url) as response:
-        response.raise_for_status()
-        with target.open("wb") as out:
-            async for chunk in response.content.iter_chunked(_CHUNK):
-                out.write(chunk)
-                size += len(chunk)
-                if one.checksum is not None:
-                    summed.update(chunk)
-    if size != one.size:
-        raise FetchFailed(f"{one.name}: received {size} bytes instead of {one.size}")
-    if one.checksum not in (None, summed.hexdigest()):
-        raise FetchFailed(f"{one.name}: the checksum of the received file is wrong")
-
-
 def _checksum(path: Path) -> str:
-    summed = xxhash.xxh3_128()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            summed.update(chunk)
-    return summed.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()

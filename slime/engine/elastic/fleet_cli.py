@@ -7,7 +7,6 @@ import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from slime.engine.elastic.handshake import (
@@ -31,40 +30,32 @@ _ASK_S = 5.0
 _COLUMNS = ("name", "address", "state", "version", "running", "queued", "age")
 
 
-@dataclass(frozen=True)
-class FleetRow:
-    """Table row of one engine; unknown values are None."""
-
-    name: str
-    address: str
-    state: str
-    version: str | None
-    running: int | None
-    queued: int | None
-    age: float
-
-
 async def fleet_rows(
     pool: EnginePool, names: Mapping[str, str], since: Mapping[str, float], away: Mapping[str, str]
 ) -> list[JsonObject]:
-    """Rows of all engines of the pool, queried in parallel; `away` has the engines without requests, with reasons."""
+    """Rows of all engines of the pool, queried in parallel; `away` has the engines without requests, with reasons.
 
-    async def row(client: EngineClient) -> FleetRow:
+    Each row has the keys of `_COLUMNS`; unknown values are None, and the age is in seconds.
+    """
+
+    async def row(client: EngineClient) -> JsonObject:
         url = client.base_url
         state = away.get(url) or pool.state_of(url)
-        version, load = await asyncio.gather(_version(client), asyncio.to_thread(request_load, url, client.api_key))
+
+        async def known_version() -> str | None:
+            try:
+                return await client.get_weight_version(timeout_s=_ASK_S)
+            except EngineError:
+                return None
+
+        asking = asyncio.to_thread(request_load, url, client.api_key)
+        version, load = await asyncio.gather(known_version(), asking)
         running, queued = (load.running, load.queued) if isinstance(load, EngineLoad) else (None, None)
         age = time.time() - since.get(url, time.time())
-        return FleetRow(names.get(url, url), url.removeprefix("http://"), state, version, running, queued, age)
+        cells = (names.get(url, url), url.removeprefix("http://"), state, version, running, queued, age)
+        return dict(zip(_COLUMNS, cells, strict=True))
 
-    return [asdict(one) for one in await asyncio.gather(*(row(client) for client in pool.clients))]
-
-
-async def _version(client: EngineClient) -> str | None:
-    try:
-        return await client.get_weight_version(timeout_s=_ASK_S)
-    except EngineError:
-        return None
+    return list(await asyncio.gather(*(row(client) for client in pool.clients)))
 
 
 def fleet_command(words: Sequence[str]) -> int:
@@ -111,18 +102,15 @@ async def _send_fleet_request(address: str, token: str, request: Message, kind: 
 
 def table(rows: Sequence[JsonMapping]) -> str:
     """Format rows as a table with a header line and one line per engine."""
-    cells = [list(_COLUMNS)] + [[_format_cell(name, row.get(name)) for name in _COLUMNS] for row in rows]
+
+    def cell(name: str, value: str | float | None) -> str:
+        if value is None or name != "age":
+            return "-" if value is None else str(value)
+        seconds = int(value)
+        sizes = ((86400, "d"), (3600, "h"), (60, "m"), (1, "s"))
+        size, unit = next((one for one in sizes if seconds >= one[0]), sizes[-1])
+        return f"{seconds // size}{unit}"
+
+    cells = [list(_COLUMNS)] + [[cell(name, row.get(name)) for name in _COLUMNS] for row in rows]
     widths = [max(len(line[column]) for line in cells) for column in range(len(_COLUMNS))]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
-
-
-def _format_cell(name: str, value: str | float | None) -> str:
-    if value is None:
-        return "-"
-    if name != "age":
-        return str(value)
-    seconds = int(value)
-    for size, unit in ((86400, "d"), (3600, "h"), (60, "m")):
-        if seconds >= size:
-            return f"{seconds // size}{unit}"
-    return f"{seconds}s"

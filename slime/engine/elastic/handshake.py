@@ -21,6 +21,7 @@ import aiohttp
 from aiohttp import web
 
 from slime.cluster.rpc.connect import TOKEN_VARIABLE
+from slime.engine.launch import engine_url
 from slime.errors import RunFailed, UserError
 from slime.storage.json_types import JsonObject
 
@@ -92,11 +93,6 @@ def split_address(address: str, flag: str) -> tuple[str, int]:
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
-def url_for_address(host: str, port: int) -> str:
-    """Base URL of a server at a host and port."""
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
 async def accept_peer(ws: web.WebSocketResponse, token: str) -> Message | None:
     """Run side of the handshake: return the first message of a peer that knows the token; refuse others and return
     None."""
@@ -122,12 +118,34 @@ async def connect_to_run(address: str, token: str, **wants: object) -> AsyncIter
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None, sock_connect=_HANDSHAKE_S)) as session:
         try:
             ws = await session.ws_connect(
-                url_for_address(host, port) + PATH, heartbeat=HEARTBEAT_S, max_msg_size=MAX_WEBSOCKET_MESSAGE_BYTES
+                engine_url(host, port) + PATH, heartbeat=HEARTBEAT_S, max_msg_size=MAX_WEBSOCKET_MESSAGE_BYTES
             )
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise RunUnreachable(address, str(error) or type(error).__name__) from error
         async with ws:
-            await _authenticate(ws, address, token, wants)
+            try:  # prove the token to the run, and verify the run's proof
+                async with asyncio.timeout(_HANDSHAKE_S):
+                    theirs = await receive_message(ws)
+                    if theirs.get("protocol") != PROTOCOL:
+                        raise JoinRefused(
+                            f"the run at {address} has another version of slime with an incompatible protocol: install "
+                            "the run's version here"
+                        )
+                    ours = secrets.token_hex(32)
+                    proof = _proof(token, "guest", str(theirs.get("challenge", "")))
+                    await ws.send_json({**wants, "kind": "hello", "challenge": ours, "proof": proof})
+                    answer = await receive_message(ws)
+            except (TimeoutError, Disconnected, ConnectionError) as error:
+                raise RunUnreachable(address, str(error) or "it does not answer as a run does") from error
+            if answer.get("kind") == "refused":
+                raise JoinRefused(
+                    f"the run at {address} has another token: give the one from the file fleet.token in its folder, "
+                    f"with --join-token-file or in {TOKEN_VARIABLE}"
+                )
+            if not hmac.compare_digest(str(answer.get("proof", "")).encode(), _proof(token, "run", ours).encode()):
+                raise JoinRefused(
+                    f"the server at {address} does not know this token: give the address of the right run"
+                )
             yield ws
 
 
@@ -139,31 +157,6 @@ class RunUnreachable(UserError):
             f"no run answers at {address} ({why}): give the address printed by a run that was started with "
             "--fleet-address"
         )
-
-
-async def _authenticate(ws: aiohttp.ClientWebSocketResponse, address: str, token: str, wants: Message) -> None:
-    """Client side of the handshake: prove the token to the run, and verify the run's proof."""
-    try:
-        async with asyncio.timeout(_HANDSHAKE_S):
-            theirs = await receive_message(ws)
-            if theirs.get("protocol") != PROTOCOL:
-                raise JoinRefused(
-                    f"the run at {address} has another version of slime with an incompatible protocol: install the "
-                    "run's version here"
-                )
-            ours = secrets.token_hex(32)
-            proof = _proof(token, "guest", str(theirs.get("challenge", "")))
-            await ws.send_json({**wants, "kind": "hello", "challenge": ours, "proof": proof})
-            answer = await receive_message(ws)
-    except (TimeoutError, Disconnected, ConnectionError) as error:
-        raise RunUnreachable(address, str(error) or "it does not answer as a run does") from error
-    if answer.get("kind") == "refused":
-        raise JoinRefused(
-            f"the run at {address} has another token: give the one from the file fleet.token in its folder, with "
-            f"--join-token-file or in {TOKEN_VARIABLE}"
-        )
-    if not hmac.compare_digest(str(answer.get("proof", "")).encode(), _proof(token, "run", ours).encode()):
-        raise JoinRefused(f"the server at {address} does not know this token: give the address of the right run")
 
 
 async def receive_message(ws: Socket) -> Message:

@@ -35,10 +35,10 @@ from slime.engine.elastic.handshake import (
     read_token,
     receive_message,
     split_address,
-    url_for_address,
 )
 from slime.engine.fleet.processes import EngineFleet
 from slime.engine.http.blocking import NoResponse, ask
+from slime.engine.launch import engine_url
 from slime.errors import RunFailed, UserError
 from slime.models.folder import read_config_json
 
@@ -88,8 +88,9 @@ class Joiner:
         self, address: str, token: str, config: Config, folder: str | None, run_dir: Path, *, patience_s: float
     ) -> None:
         self.address, self.token, self._config = address, token, config
-        self._door = url_for_address(*split_address(address, "--join"))
+        self.run_url = engine_url(*split_address(address, "--join"))
         self._folder, self._run_dir, self._patience_s = folder, run_dir, patience_s
+        self.weights_dir = (run_dir / "weights").absolute()  # fetched weights
         self._key = joined_engine_key(token)
         self.stop = asyncio.Event()
         self._facts: Message = {}
@@ -111,7 +112,7 @@ class Joiner:
             rollout_dtype=terms["dtype"],
             rollout_num_gpus=gpus,
             colocate=True,  # use the GPUs from the first one on
-            host=own_address(self._door) if config.host == _LOOPBACK else config.host,
+            host=own_address(self.run_url) if config.host == _LOOPBACK else config.host,
             use_fault_tolerance=True,  # responses are streamed
         )
         device = resolve_device(config.device)
@@ -133,7 +134,7 @@ class Joiner:
             await self._work(fleet)
         finally:
             fleet.stop()
-            shutil.rmtree(self._run_dir / "weights", ignore_errors=True)
+            shutil.rmtree(self.weights_dir, ignore_errors=True)
 
     # before the engines start
 
@@ -151,7 +152,7 @@ class Joiner:
                 if not folder.is_dir():
                     size = sum(one.size for one in files)
                     _print_line(f"fetching the model ({size / 2**20:.3g} MiB) from {self.address} to {folder}")
-                    await fetch(self._door, ticket, "model", files, folder)
+                    await fetch(self.run_url, ticket, "model", files, folder)
                 self._folder = str(folder)
         model = read_config_json(self._folder)
         vocab_size = model.get("vocab_size", model.get("text_config", {}).get("vocab_size"))
@@ -210,7 +211,7 @@ class Joiner:
         """Request of an engine to join, with the version of its weights if the run (`life`) sent them."""
         reachable_url = url
         if self._config.host in _WILDCARDS:  # on all interfaces: the run uses the one that routes to it
-            reachable_url = url_for_address(own_address(self._door), int(url.rpartition(":")[2]))
+            reachable_url = engine_url(own_address(self.run_url), int(url.rpartition(":")[2]))
         version: int | None = None
         if life is not None:
             with contextlib.suppress(NoResponse, KeyError, TypeError, ValueError):
@@ -223,19 +224,6 @@ class Joiner:
             "wants": "join", "url": reachable_url, "facts": self._facts,
             "gpus": self._config.rollout_num_gpus_per_engine, "life": life, "version": version, "marker": marker,
         }  # fmt: skip
-
-    async def fetched(self, message: Message) -> str:
-        """Fetch weights from the run; returns their folder."""
-        files = [ListedFile.from_json(one) for one in message["files"]]
-        folder = (self._run_dir / "weights" / str(message["id"])).absolute()
-        await fetch(self._door, message["ticket"], str(message["id"]), files, folder)
-        return str(folder)
-
-    def forget(self, folder: str) -> None:
-        """Delete fetched weights."""
-        path = Path(folder)
-        if path.parent == (self._run_dir / "weights").absolute():
-            shutil.rmtree(path, ignore_errors=True)
 
 
 class JoinSession:
@@ -282,7 +270,9 @@ class JoinSession:
             elif kind == "fetch":
                 self._fetching.add(asyncio.ensure_future(self._fetch(ws, message)))
             elif kind == "forget":
-                self._joiner.forget(str(message.get("folder")))
+                path = Path(str(message.get("folder")))
+                if path.parent == self._joiner.weights_dir:
+                    shutil.rmtree(path, ignore_errors=True)
             elif kind == "drain":
                 self._joiner.stop.set()
             elif kind in ("left", "goodbye"):
@@ -296,13 +286,15 @@ class JoinSession:
                 raise Disconnected("the run has stopped and may be resumed")
 
     async def _fetch(self, ws: aiohttp.ClientWebSocketResponse, message: Message) -> None:
-        number = message.get("id")
+        joiner, number = self._joiner, message.get("id")
         try:
-            folder = await self._joiner.fetched(message)
+            files = [ListedFile.from_json(one) for one in message["files"]]
+            folder = joiner.weights_dir / str(message["id"])
+            await fetch(joiner.run_url, message["ticket"], str(message["id"]), files, folder)
         except (FetchFailed, ValueError, KeyError, TypeError) as error:
             await ws.send_json({"kind": "failed", "id": number, "why": str(error)})
         else:
-            await ws.send_json({"kind": "fetched", "id": number, "folder": folder})
+            await ws.send_json({"kind": "fetched", "id": number, "folder": str(folder)})
 
 
 async def _receive_kind(ws: aiohttp.ClientWebSocketResponse, kind: str) -> Message:

@@ -6,19 +6,23 @@ restarted here: an engine that dies, hangs or cannot load an update is removed, 
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
 import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import urlsplit
+
+from aiohttp import web
 
 from slime.cluster.ports import is_loopback
 from slime.cluster.watchdog import named
 from slime.config import Config
-from slime.engine.elastic.handshake import JoinRefused, Message
+from slime.engine.elastic.file_server import FileShares, list_folder_files
+from slime.engine.elastic.handshake import JoinRefused, Message, receive_message
 from slime.engine.fleet.external import EngineKind, drop_unsupported, probe
 from slime.engine.fleet.supervisor import EngineRetired, HealthCheckSettings, PoolLoopRunner, Supervisor
 from slime.engine.http.client import EngineClient
@@ -31,21 +35,85 @@ from slime.storage.json_types import JsonMapping
 
 DRAIN_S = 60.0
 _PROBE_S = 30.0
+_FETCH_S = 3600.0
 
 logger = logging.getLogger(__name__)
 
 
-class JoinedEngineSession(Protocol):
-    """Interface of a joined engine's session; safe to call from any thread or event loop."""
+class EngineSession:
+    """Connection of one joined engine, in the event loop `loop`; `shares` serves files to its machine."""
+
+    _numbers = itertools.count(1)
+
+    def __init__(self, ws: web.WebSocketResponse, loop: asyncio.AbstractEventLoop, shares: FileShares) -> None:
+        self.ws, self._loop, self._shares = ws, loop, shares
+        self.ticket = secrets.token_urlsafe(24)
+        self.member: JoinedEngine | None = None
+        self._fetching: dict[int, asyncio.Future[str]] = {}
+
+    async def process_messages(self) -> None:
+        """Process the engine's messages until it leaves."""
+        while True:
+            message = await receive_message(self.ws)
+            kind = message.get("kind")
+            if kind == "leave":
+                return
+            waiting = self._fetching.pop(message["id"], None) if isinstance(message.get("id"), int) else None
+            if waiting is not None and not waiting.done():
+                if kind == "fetched":
+                    waiting.set_result(str(message.get("folder")))
+                else:
+                    waiting.set_exception(RunFailed(f"its machine could not fetch the files: {message.get('why')}"))
+
+    def is_over(self, why: str) -> None:
+        """Fail all fetches that are not finished."""
+        for waiting in self._fetching.values():
+            if not waiting.done():
+                waiting.set_exception(RunFailed(why))
+        self._fetching.clear()
+
+    async def end(self, kind: str, why: str) -> None:
+        await send_if_open(self.ws, {"kind": kind, "why": why})
+        await self.ws.close()
+
+    # for other threads and event loops
 
     async def fetch(self, folder: Path) -> str:
         """Make the engine's machine fetch a folder of this machine; returns the folder's path there."""
+        files = [one.to_json() for one in await asyncio.to_thread(list_folder_files, folder, checksums=False)]
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._fetch(folder, files), self._loop))
 
     async def forget(self, folder: str) -> None:
         """Make the engine's machine delete a folder that it fetched."""
+        sending = send_if_open(self.ws, {"kind": "forget", "folder": folder})
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(sending, self._loop))
 
     def dismiss(self, why: str) -> None:
-        """End the session of an engine that the run has removed."""
+        """End the session of an engine that the run has removed; does nothing once the server is closed."""
+        if not self._loop.is_closed():
+            asyncio.run_coroutine_threadsafe(self.end("dismissed", why), self._loop)
+
+    async def _fetch(self, folder: Path, files: list[list[object]]) -> str:
+        number = next(self._numbers)
+        waiting = self._fetching[number] = asyncio.get_running_loop().create_future()
+        self._shares.put(str(number), folder)
+        try:
+            async with asyncio.timeout(_FETCH_S):
+                await send_if_open(self.ws, {"kind": "fetch", "id": number, "files": files, "ticket": self.ticket})
+                return await waiting
+        except TimeoutError as error:
+            raise RunFailed(f"its machine did not fetch the files within {_FETCH_S:g} s") from error
+        finally:
+            self._shares.clear(str(number))
+            self._fetching.pop(number, None)
+
+
+async def send_if_open(ws: web.WebSocketResponse, message: Message) -> None:
+    """Send a message; a closed connection is ignored."""
+    try:
+        await ws.send_json(message)
+    except (ConnectionError, RuntimeError):
+        logger.debug("fleet: the message %s was not sent, the connection is closed", message.get("kind"))
 
 
 @dataclass(frozen=True)
@@ -84,7 +152,7 @@ class JoinedEngine:
 
     name: str
     request: JoinRequest
-    guest: JoinedEngineSession
+    guest: EngineSession
     since: float = field(default_factory=time.time)
     gone: str | None = None
     has_left: bool = False
@@ -149,7 +217,7 @@ class JoinedEngines:
 
     # joining and leaving
 
-    def join(self, request: JoinRequest, guest: JoinedEngineSession) -> JoinedEngine:
+    def join(self, request: JoinRequest, guest: EngineSession) -> JoinedEngine:
         """Add an engine; returns once it has the current weights or waits for the next update."""
         self._check(request)
         with self.supervisor.undisturbed():

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import itertools
 import json
 import logging
 import secrets
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -36,9 +35,9 @@ from slime.engine.elastic.handshake import (
     fleet_token,
     receive_message,
     split_address,
-    url_for_address,
 )
-from slime.engine.elastic.members import JoinedEngine, JoinedEngines, JoinRequest
+from slime.engine.elastic.members import EngineSession, JoinedEngine, JoinedEngines, JoinRequest, send_if_open
+from slime.engine.launch import engine_url
 from slime.errors import RunFailed, UserError
 from slime.storage.json_types import JsonObject
 
@@ -49,51 +48,34 @@ MODEL_SHARE = "model"
 MARKER_FILE = "fleet.marker"
 """An engine that can read this file shares the folder of weights."""
 _START_S = 30.0
-_FETCH_S = 3600.0
 _MAX_SESSIONS = 1024
 
 logger = logging.getLogger(__name__)
 
 
-def start_registration(
-    address: str,
-    run_dir: Path,
-    joined: JoinedEngines,
-    *,
-    model: str | None,
-    staged_in: Path | None,
-    rows: Callable[[], list[JsonObject]],
-) -> RegistrationServer:
-    """Start the registration server at `--fleet-address`; the run folder has its address while it runs."""
-    assert model is not None, "a run with engines has a model"
-    host, port = split_address(f":{address}" if ":" not in address else address, FLAG)
-    marker = (staged_in or run_dir).absolute() / MARKER_FILE
-    return RegistrationServer(
-        host, port, fleet_token(run_dir), joined=joined, model=Path(model), marker=marker, run_dir=run_dir, rows=rows
-    )
-
-
 class RegistrationServer:
-    """Accepts engines that join a run; listens at `address` from the constructor on. `rows` lists the engines."""
+    """Accepts engines that join a run: listens at `--fleet-address` from the constructor on.
+
+    The run folder has the address while it listens. `rows` lists the engines.
+    """
 
     def __init__(
         self,
-        host: str,
-        port: int,
-        token: str,
-        *,
-        joined: JoinedEngines,
-        model: Path,
-        marker: Path,
+        address: str,
         run_dir: Path,
+        joined: JoinedEngines,
+        *,
+        model: str,
+        staged_in: Path | None,
         rows: Callable[[], list[JsonObject]],
     ) -> None:
-        self._where, self._token = (host, port), token
-        self._joined, self._model, self._rows = joined, model, rows
-        self._marker, self._proof = marker, secrets.token_hex(16)
-        marker.write_text(self._proof)
+        host, port = self._where = split_address(f":{address}" if ":" not in address else address, FLAG)
+        self._token = fleet_token(run_dir)
+        self._joined, self._model, self._rows = joined, Path(model), rows
+        self._marker, self._proof = (staged_in or run_dir).absolute() / MARKER_FILE, secrets.token_hex(16)
+        self._marker.write_text(self._proof)
         self.shelves = FileShares()
-        self._sessions: dict[web.WebSocketResponse, _EngineSession] = {}
+        self._sessions: dict[web.WebSocketResponse, EngineSession] = {}
         self._listing: asyncio.Task[list[list[object]]] | None = None
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
@@ -110,9 +92,8 @@ class RegistrationServer:
                 f"--fleet-address {host}:{port}: cannot listen at this address ({error.strerror or error}): choose "
                 "another one"
             ) from error
-        self.address = url_for_address(host_address() if host in ("0.0.0.0", "::") else host, port).removeprefix(
-            "http://"
-        )
+        reached_at = host_address() if host in ("0.0.0.0", "::") else host
+        self.address = engine_url(reached_at, port).removeprefix("http://")
         self._address_file = run_dir / ADDRESS_FILE
         self._address_file.write_text(json.dumps({"address": self.address}) + "\n")
         self.invitation = f"slime serve --join {self.address} --join-token-file {run_dir.absolute() / TOKEN_FILE}"
@@ -128,23 +109,12 @@ class RegistrationServer:
         self._marker.unlink(missing_ok=True)
         self._address_file.unlink(missing_ok=True)
 
-    def run_in_server_loop(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run a coroutine in the server's event loop, from any other thread."""
-        return asyncio.run_coroutine_threadsafe(coro, self._loop)
-
     def _run(self) -> None:
         try:
             self._loop.run_until_complete(self._serve())
         finally:
             self._waiters.shutdown(wait=False)
             self._loop.close()
-
-    def run_in_background(self, coro: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in the server's event loop without waiting for it; does nothing once the server is closed."""
-        if self._loop.is_closed():
-            coro.close()
-        else:
-            self.run_in_server_loop(coro)
 
     async def _serve(self) -> None:
         app = web.Application(middlewares=[no_foreign_pages])
@@ -177,7 +147,7 @@ class RegistrationServer:
             except (Disconnected, ConnectionError):
                 pass  # the client has disconnected
             except UserError as error:
-                await _send_if_open(ws, {"kind": "refused", "why": str(error)})
+                await send_if_open(ws, {"kind": "refused", "why": str(error)})
         await ws.close()
         return ws
 
@@ -194,11 +164,11 @@ class RegistrationServer:
             session = next((one for one in self._sessions.values() if one.member is member), None)
             if member is None or session is None:
                 raise JoinRefused(f"no engine called {name} has joined this run: slime fleet lists them")
-            await _send_if_open(session.ws, {"kind": "drain"})
+            await send_if_open(session.ws, {"kind": "drain"})
             await ws.send_json({"kind": "asked"})
         elif wants == "join":
             request = JoinRequest.from_message(hello, life=self._joined.life, proof=self._proof)
-            await self._host(_EngineSession(self, ws), request)
+            await self._host(EngineSession(ws, self._loop, self.shelves), request)
         else:
             raise JoinRefused(f"this run does not know the request {wants!r}: install the run's version of slime")
 
@@ -219,7 +189,7 @@ class RegistrationServer:
         finally:
             self.shelves.dismiss(ticket)
 
-    async def _host(self, session: _EngineSession, request: JoinRequest) -> None:
+    async def _host(self, session: EngineSession, request: JoinRequest) -> None:
         """Serve a joined engine until it leaves or disconnects."""
         self._sessions[session.ws] = session
         self.shelves.admit(session.ticket)
@@ -234,14 +204,14 @@ class RegistrationServer:
                 await session.ws.send_json({"kind": "joined", "name": session.member.name, "life": self._joined.life})
             await listening
             await self._blocking(self._joined.leave, await joining)
-            await _send_if_open(session.ws, {"kind": "left"})
+            await send_if_open(session.ws, {"kind": "left"})
         finally:
             listening.cancel()
             del self._sessions[session.ws]
             self.shelves.dismiss(session.ticket)
             await asyncio.shield(self._remove_engine(session, joining))
 
-    async def _remove_engine(self, session: _EngineSession, joining: asyncio.Future[JoinedEngine]) -> None:
+    async def _remove_engine(self, session: EngineSession, joining: asyncio.Future[JoinedEngine]) -> None:
         """Remove the engine after its session has ended for any reason."""
         session.is_over("its connection broke")
         try:
@@ -254,78 +224,3 @@ class RegistrationServer:
     async def _blocking(self, function: Callable[..., T], *args: object) -> T:
         """Run a function in a separate thread pool: joining waits for weight updates, which may wait for files."""
         return await self._loop.run_in_executor(self._waiters, function, *args)
-
-
-class _EngineSession:
-    """Connection of one joined engine, in the form that `members` uses."""
-
-    _numbers = itertools.count(1)
-
-    def __init__(self, door: RegistrationServer, ws: web.WebSocketResponse) -> None:
-        self._door, self.ws = door, ws
-        self.ticket = secrets.token_urlsafe(24)
-        self.member: JoinedEngine | None = None
-        self._fetching: dict[int, asyncio.Future[str]] = {}
-
-    async def process_messages(self) -> None:
-        """Process the engine's messages until it leaves."""
-        while True:
-            message = await receive_message(self.ws)
-            kind = message.get("kind")
-            if kind == "leave":
-                return
-            waiting = self._fetching.pop(message["id"], None) if isinstance(message.get("id"), int) else None
-            if waiting is not None and not waiting.done():
-                if kind == "fetched":
-                    waiting.set_result(str(message.get("folder")))
-                else:
-                    waiting.set_exception(RunFailed(f"its machine could not fetch the files: {message.get('why')}"))
-
-    def is_over(self, why: str) -> None:
-        """Fail all fetches that are not finished."""
-        for waiting in self._fetching.values():
-            if not waiting.done():
-                waiting.set_exception(RunFailed(why))
-        self._fetching.clear()
-
-    async def end(self, kind: str, why: str) -> None:
-        await _send_if_open(self.ws, {"kind": kind, "why": why})
-        await self.ws.close()
-
-    # interface for other threads
-
-    async def fetch(self, folder: Path) -> str:
-        files = await asyncio.to_thread(list_folder_files, folder, checksums=False)
-        return await asyncio.wrap_future(
-            self._door.run_in_server_loop(self._fetch(folder, [one.to_json() for one in files]))
-        )
-
-    async def forget(self, folder: str) -> None:
-        await asyncio.wrap_future(
-            self._door.run_in_server_loop(_send_if_open(self.ws, {"kind": "forget", "folder": folder}))
-        )
-
-    def dismiss(self, why: str) -> None:
-        self._door.run_in_background(self.end("dismissed", why))
-
-    async def _fetch(self, folder: Path, files: list[list[object]]) -> str:
-        number = next(self._numbers)
-        waiting = self._fetching[number] = asyncio.get_running_loop().create_future()
-        self._door.shelves.put(str(number), folder)
-        try:
-            async with asyncio.timeout(_FETCH_S):
-                await _send_if_open(self.ws, {"kind": "fetch", "id": number, "files": files, "ticket": self.ticket})
-                return await waiting
-        except TimeoutError as error:
-            raise RunFailed(f"its machine did not fetch the files within {_FETCH_S:g} s") from error
-        finally:
-            self._door.shelves.clear(str(number))
-            self._fetching.pop(number, None)
-
-
-async def _send_if_open(ws: web.WebSocketResponse, message: Message) -> None:
-    """Send a message; a closed connection is ignored."""
-    try:
-        await ws.send_json(message)
-    except (ConnectionError, RuntimeError):
-        logger.debug("fleet: the message %s was not sent, the connection is closed", message.get("kind"))

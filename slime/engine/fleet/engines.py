@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Self
 
 from slime.cluster.node import Slot
@@ -81,7 +80,24 @@ class Engines:
         self.capabilities: list[Capabilities] = []
         self._is_stopped = False
         self._routers: dict[str, SglangRouter] = {}
-        self._make_routers(run_dir)
+        choice, reason = choose_router(config, self.backend)
+        logger.info("router %s: %s", choice, reason)
+        for number, model in enumerate(self.models):
+            if choice == SGLANG_ROUTER:
+                self._routers[model.name] = SglangRouter(
+                    config,
+                    run_dir=run_dir,
+                    name="router" if number == 0 else f"router-{model.name}",
+                    disaggregated=model.is_disaggregated,
+                    is_first=number == 0,
+                    key=self.key,
+                )
+            elif model.is_disaggregated:
+                raise UserError(f"prefill and decode servers need sglang-router ({reason}): see --sglang-router-python")
+        if config.use_fault_tolerance and self.models[0].is_disaggregated:
+            raise UserError(
+                "--use-fault-tolerance restarts whole engines: it does not support prefill and decode servers"
+            )
 
     @property
     def kind(self) -> EngineKind:
@@ -143,7 +159,13 @@ class Engines:
     def start(self) -> list[str]:
         """Start or attach all engines, probe those of the trained model, and start the routers; returns `urls`."""
         try:
-            self._start_fleets()
+            with ThreadPoolExecutor(len(self._fleets)) as executor:  # if one fails, the others need not finish starting
+                starting = [executor.submit(fleet.start) for fleet in self._fleets.values()]
+                wait(starting, return_when=FIRST_EXCEPTION)
+                failed = next((one for one in starting if one.done() and one.exception() is not None), None)
+                if failed is not None:
+                    self.stop()
+                    failed.result()
             try:
                 self.capabilities = [
                     probe(engine.url, generate=engine.worker_type == "regular", api_key=self.key)
@@ -196,19 +218,6 @@ class Engines:
         """Describe how an engine of the trained model ended; None while it runs."""
         return self._trained.why_ended(index)
 
-    def restart(self, index: int) -> None:
-        """Restart an engine of the trained model; it is removed from the router during the restart."""
-        engine, router = self._trained.launches[index], self._routers.get(self.models[0].name)
-        if router is not None:
-            router.remove_worker(engine.url)
-        self._trained.restart(index)
-        if router is not None:
-            router.add_worker(engine.url, engine.worker_type, engine.bootstrap_port)
-
-    def pids(self) -> list[int]:
-        """Process ids of the engines and routers."""
-        return [pid for part in self._parts for pid in part.pids()]
-
     def stop(self) -> None:
         """Stop all routers, then all engines; nothing is started afterwards. Idempotent."""
         self._is_stopped = True
@@ -220,41 +229,8 @@ class Engines:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
-
-    def _start_fleets(self) -> None:
-        """Start all fleets in parallel; if one fails, stop the others without waiting for their start."""
-        with ThreadPoolExecutor(len(self._fleets)) as pool:
-            starting = [pool.submit(fleet.start) for fleet in self._fleets.values()]
-            wait(starting, return_when=FIRST_EXCEPTION)
-            failed = next((one for one in starting if one.done() and one.exception() is not None), None)
-            if failed is not None:
-                self.stop()
-                failed.result()
-
-    def _make_routers(self, run_dir: str | os.PathLike[str]) -> None:
-        config = self._config
-        choice, reason = choose_router(config, self.backend)
-        logger.info("router %s: %s", choice, reason)
-        for number, model in enumerate(self.models):
-            if choice == SGLANG_ROUTER:
-                self._routers[model.name] = SglangRouter(
-                    config,
-                    run_dir=run_dir,
-                    name="router" if number == 0 else f"router-{model.name}",
-                    disaggregated=model.is_disaggregated,
-                    is_first=number == 0,
-                    key=self.key,
-                )
-            elif model.is_disaggregated:
-                raise UserError(f"prefill and decode servers need sglang-router ({reason}): see --sglang-router-python")
-        if config.use_fault_tolerance and self.models[0].is_disaggregated:
-            raise UserError(
-                "--use-fault-tolerance restarts whole engines: it does not support prefill and decode servers"
-            )
 
 
 def served_models(config: Config, backend: str) -> tuple[ServedModel, ...]:

@@ -140,8 +140,6 @@ def _object(url: str, path: str, timeout_s: float, api_key: str | None, *, optio
 
 
 FLAG = "--rollout-external-engine-addrs"
-_TIMEOUT_S = 30.0
-_ASK_TIMEOUT_S = 10.0
 
 
 class ExternalEngines:
@@ -150,36 +148,25 @@ class ExternalEngines:
     def __init__(self, config: Config) -> None:
         assert config.rollout_external_engine_addrs
         self._config = config
-        self._addresses: list[str] = []
+        self.urls: list[str] = []
         for address in config.rollout_external_engine_addrs:
             host, colon, port = address.removeprefix("http://").rstrip("/").rpartition(":")
             if not colon or not host or not port.isdigit():
                 raise UserError(f"{FLAG} {address}: give HOST:PORT")
-            self._addresses.append(f"http://{host}:{port}")
-        self.size = len(self._addresses)
-        if len(set(self._addresses)) != self.size:
+            self.urls.append(f"http://{host}:{port}")
+        self.size = len(self.urls)
+        if len(set(self.urls)) != self.size:
             raise UserError(f"{FLAG} names an engine twice: {' '.join(config.rollout_external_engine_addrs)}")
         for flag, given in (("--offload-rollout", config.offload_rollout), ("--sglang-config", config.sglang_config)):
             if given:
                 raise UserError(f"{flag} is for engines that the run starts itself: drop it, or drop {FLAG}")
         self.launches: list[Launch] = []
 
-    @property
-    def urls(self) -> list[str]:
-        return list(self._addresses)
-
-    def start(self) -> list[str]:
-        """Probe every engine; returns `urls`."""
-        self.launches = self._discovered(_TIMEOUT_S)
-        return self.urls
-
-    def ask(self) -> None:
-        """Raise a `UserError` unless every engine answers within seconds and serves the right model."""
-        self._discovered(_ASK_TIMEOUT_S)
-
-    def _discovered(self, timeout_s: float) -> list[Launch]:
+    def start(self, timeout_s: float = 30.0) -> list[str]:
+        """Probe every engine; returns `urls`. A `UserError` names one that does not answer or serves another model."""
         with ThreadPoolExecutor(self.size) as pool:
-            return list(pool.map(lambda url: _attach(url, self._config, timeout_s), self._addresses))
+            self.launches = list(pool.map(lambda url: _attach(url, self._config, timeout_s), self.urls))
+        return self.urls
 
     def check(self, within_s: float = 0.0) -> None:
         """Does nothing: external engines are not monitored; a call to a dead engine raises."""
@@ -187,12 +174,6 @@ class ExternalEngines:
     def why_ended(self, index: int) -> str | None:
         """Always None: the processes of external engines are unknown."""
         return None
-
-    def restart(self, index: int) -> None:
-        raise RunFailed(f"the external engine at {self._addresses[index]} failed, and the run cannot restart it")
-
-    def pids(self) -> list[int]:
-        return []
 
     def stop(self) -> None:
         """Does nothing: external engines keep running."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from slime.cluster.local import rollout_slots
@@ -42,12 +41,11 @@ logger = logging.getLogger(__name__)
 class EngineDied(RunFailed):
     """An engine process ended unexpectedly."""
 
-    def __init__(self, name: str, exit_code: int, tail: str, log_path: Path) -> None:
-        how = f"was killed by signal {-exit_code}" if exit_code < 0 else f"exited with code {exit_code}"
-        super().__init__(f"{name} {how}; the end of {log_path}:\n{tail}")
-        self.name = name
-        self.exit_code = exit_code
-        self.tail = tail
+    def __init__(self, process: NodeProcess) -> None:
+        code, tail = process.poll() or 0, process.tail()
+        how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+        super().__init__(f"{process.name} {how}; the end of {process.log_path}:\n{tail}")
+        self.name, self.exit_code, self.tail = process.name, code, tail
 
 
 class EngineRetired(Exception):
@@ -157,8 +155,8 @@ class EngineFleet:
         until = time.monotonic() + within_s
         while True:
             for process in self._processes:
-                if (code := process.poll()) is not None:
-                    raise EngineDied(process.name, code, process.tail(), process.log_path)
+                if process.poll() is not None:
+                    raise EngineDied(process)
             if time.monotonic() >= until:
                 return
             time.sleep(_POLL_S)
@@ -171,8 +169,8 @@ class EngineFleet:
         if (node := engines[index].lost) is not None:
             return f"{engines[index].launch.name} has ended: its node ({node.name}) is gone"
         for process in engines[index].processes:
-            if (code := process.poll()) is not None:
-                return str(EngineDied(process.name, code, process.tail(), process.log_path))
+            if process.poll() is not None:
+                return str(EngineDied(process))
         return None
 
     def restart(self, index: int) -> None:
@@ -200,10 +198,6 @@ class EngineFleet:
                 if engine.lost is None:  # else its new node is lost as well: try another one
                     raise
 
-    def pids(self) -> list[int]:
-        """Process ids of all engines."""
-        return [pid for process in self._processes for pid in process.pids()]
-
     def stop(self) -> None:
         """Stop all engines. Idempotent."""
         for process in self._processes:
@@ -214,9 +208,7 @@ class EngineFleet:
         self.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     def _make_launch(
@@ -260,13 +252,17 @@ class EngineFleet:
     def _await_health(self, engines: Sequence[_Engine]) -> None:
         limit_s, flag = self._config.engine_start_timeout, "--engine-start-timeout"
         left = list(engines)
-        with waiting(_engine_names(left), "to answer /health", timeout_s=limit_s, flag=flag) as wait:
+        whom = ", ".join(engine.launch.name for engine in left)
+        with waiting(whom, "to answer /health", timeout_s=limit_s, flag=flag) as wait:
             while left:
-                for engine in left:
-                    for process in engine.processes:
-                        _raise_if_ended(process)
+                for process in [process for engine in left for process in engine.processes]:
+                    if (code := process.poll()) is not None:
+                        last = process.tail(1)
+                        if code == USER_ERROR_CODE and last.startswith("error: "):
+                            raise UserError(last.removeprefix("error: "))
+                        raise EngineDied(process)
                 left = [engine for engine in left if not _is_healthy(engine.launch)]
-                wait.whom = _engine_names(left)
+                wait.whom = ", ".join(engine.launch.name for engine in left)
                 if left and wait.is_over():
                     launch, process = left[0].launch, left[0].processes[0]
                     raise expired(
@@ -278,10 +274,6 @@ class EngineFleet:
                 raise_failures()
                 if left:
                     time.sleep(_POLL_S)
-
-
-def _engine_names(engines: Sequence[_Engine]) -> str:
-    return ", ".join(engine.launch.name for engine in engines)
 
 
 def fixed_ports(config: Config, seats: Sequence[EngineSlots] | None = None) -> list[int]:
@@ -329,13 +321,3 @@ def _is_healthy(launch: Launch) -> bool:
         return ask("GET", f"{launch.url}/health", timeout_s=_PROBE_TIMEOUT_S)[0] == HTTPStatus.OK
     except NoResponse:
         return False
-
-
-def _raise_if_ended(process: NodeProcess) -> None:
-    code = process.poll()
-    if code is None:
-        return
-    last = process.tail(1)
-    if code == USER_ERROR_CODE and last.startswith("error: "):
-        raise UserError(last.removeprefix("error: "))
-    raise EngineDied(process.name, code, process.tail(), process.log_path)

@@ -57,7 +57,12 @@ class EngineStates:
 
     def start(self) -> None:
         """Start the thread that polls every few seconds."""
-        threading.Thread(target=self._keep_looking, name="engine-states", daemon=True).start()
+
+        def run() -> None:
+            while not self._closed.wait(INTERVAL_S):
+                self.look()
+
+        threading.Thread(target=run, name="engine-states", daemon=True).start()
 
     def close(self) -> None:
         self._closed.set()
@@ -109,10 +114,6 @@ class EngineStates:
             return str(found[urls[0]]), True
         parts = ([text] if loads else []) + others
         return "; ".join(parts), bool(running or queued or others)
-
-    def _keep_looking(self) -> None:
-        while not self._closed.wait(INTERVAL_S):
-            self.look()
 
 
 def request_load(url: str, api_key: str | None = None) -> EngineLoad | None:

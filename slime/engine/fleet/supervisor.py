@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -45,10 +45,8 @@ class Restartable(Protocol):
         If it cannot be restarted, remove it from `urls` and raise `EngineRetired`."""
 
 
-class PoolLoopRunner(Protocol):
-    """Runs a coroutine in the event loop of the pool and returns its result."""
-
-    def __call__(self, coro: Any, /) -> Any: ...
+PoolLoopRunner = Callable[[Coroutine[Any, Any, Any]], Any]
+"""Runs a coroutine in the event loop of the pool and returns its result."""
 
 
 @dataclass(frozen=True)
@@ -138,9 +136,16 @@ class Supervisor:
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Prevent the supervisor from stopping or starting engines while the body runs."""
-        with self._between_rounds():
+        """Prevent the supervisor from stopping or starting engines while the body runs.
+
+        The current round ends by itself before, since each of its waits has a deadline.
+        """
+        with waiting(self._thread.name, "to end its round", timeout_s=None):
+            self._lock.acquire()
+        try:
             yield
+        finally:
+            self._lock.release()
 
     def check(self) -> None:
         """Raise if an engine was given up, or if the supervisor's thread has died."""
@@ -150,26 +155,26 @@ class Supervisor:
 
     def heal(self) -> None:
         """Check every engine now, and restart unhealthy ones."""
-        with self._between_rounds():
+        with self.undisturbed():
             self._round(probe=True)
         self.check()
 
     def welcome(self, url: str, key: str | None = None) -> None:
         """Add a new, healthy engine of the fleet; it gets requests once it has the current weights."""
-        with self._between_rounds():
+        with self.undisturbed():
             self._add(url, key)
             self._admit(url)
 
     def retire(self, url: str, reason: str) -> None:
         """Remove an engine of the fleet permanently."""
-        with self._between_rounds():
+        with self.undisturbed():
             self._set(url, up=False)
             self._forget(url, reason)
         self.check()
 
     def weights_arrived(self) -> None:
         """Admit the waiting engines: every engine now has the current weights."""
-        with self._between_rounds():
+        with self.undisturbed():
             for url in sorted(self.waiting):
                 self._mark_ready(url)
 
@@ -180,16 +185,6 @@ class Supervisor:
         if not self._thread.join(self._watch.timeout_s + 5.0):
             logger.warning("engine supervisor: its thread did not end in time and was abandoned")
         self._thread.close()
-
-    @contextmanager
-    def _between_rounds(self) -> Iterator[None]:
-        """Hold the lock; the current round ends by itself, since each of its waits has a deadline."""
-        with waiting(self._thread.name, "to end its round", timeout_s=None):
-            self._lock.acquire()
-        try:
-            yield
-        finally:
-            self._lock.release()
 
     # the thread
 
@@ -269,10 +264,7 @@ class Supervisor:
         )
 
     def _add(self, url: str, key: str | None) -> None:
-        async def add() -> None:
-            self._pool.add(url, api_key=key)
-
-        self._run_async(named(add(), f"engine pool, adding {url}"))
+        self._in_pool(lambda: self._pool.add(url, api_key=key), f"adding {url}")
         self.waiting.add(url)
 
     def _forget(self, url: str, reason: str) -> None:
@@ -298,18 +290,19 @@ class Supervisor:
         logger.warning("engine %s %s", url, "is back" if self._restarts[url] else "was added")
 
     def _set(self, url: str, *, up: bool) -> None:
-        async def mark() -> None:
-            (self._pool.set_up if up else self._pool.set_down)(url)
-
-        self._run_async(named(mark(), f"engine pool, marking {url}"))
+        self._in_pool(lambda: (self._pool.set_up if up else self._pool.set_down)(url), f"marking {url}")
         if self._route is not None:
             self._route(url, up)
 
     def _give_up(self, message: str, cause: BaseException | None) -> None:
         self._failure = EnginesGivenUp(message)
         self._failure.__cause__ = cause
+        self._in_pool(lambda: self._pool.give_up(message), "giving up")
 
-        async def mark() -> None:
-            self._pool.give_up(message)
+    def _in_pool(self, change: Callable[[], object], what: str) -> None:
+        """Change the pool in its event loop."""
 
-        self._run_async(named(mark(), "engine pool, giving up"))
+        async def run() -> None:
+            change()
+
+        self._run_async(named(run(), f"engine pool, {what}"))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from slime.cluster.node import OWN_PYTHON, ProcessCommand
 from slime.config import Config
@@ -26,7 +27,6 @@ from slime.engine.launch import (
     engine_env,
     engine_url,
     rollout_dtype,
-    split_by_node,
 )
 from slime.engine.sglang.installed import InstalledPackage
 from slime.engine.sglang.topology import ServedModel, ServerGroup
@@ -212,7 +212,7 @@ def sglang_launch(
         own |= {ROUTED_EXPERTS: True}
     own |= {"random-seed": config.seed + first_gpu}
     starts = []
-    for rank, (slots, where) in enumerate(_node_flags(split_by_node(seat), ports, http, rendezvous)):
+    for rank, (slots, where) in enumerate(_node_flags(seat, ports, http, rendezvous)):
         own |= where | {"model-path": slots[0].node.path(model.model_path)}
         defaults = CPU_DEFAULTS if device == "cpu" else {}
         flags = defaults | own | server_flags(config) | dict(group.overrides)
@@ -244,17 +244,18 @@ def places(model: ServedModel) -> Iterator[tuple[ServerGroup, int]]:
 
 
 def _node_flags(
-    parts: Sequence[EngineSlots], ports: PortAllocator, http: int, rendezvous: int
+    seat: EngineSlots, ports: PortAllocator, http: int, rendezvous: int
 ) -> Iterator[tuple[EngineSlots, Flags]]:
     """Yield the slots of an engine on each of its nodes, and the server's options for the other nodes.
 
     The first server answers requests; the servers that SGLang runs on the other nodes only report that they are alive.
     """
-    first = parts[0][0].node
+    parts = [tuple(slots) for _, slots in groupby(seat, key=lambda slot: id(slot.node))]
+    first = seat[0].node
     if len({len(slots) for slots in parts}) > 1:
         here = ", ".join(f"{len(slots)} on {slots[0].node.name}" for slots in parts)
         raise UserError(
-            f"--rollout-num-gpus-per-engine {sum(map(len, parts))}: SGLang needs the same number of GPUs on each node "
+            f"--rollout-num-gpus-per-engine {len(seat)}: SGLang needs the same number of GPUs on each node "
             f"of an engine, but there are {here}"
         )
     for rank, slots in enumerate(parts):

@@ -188,9 +188,6 @@ class SglangRouter:
                 f"{self._name} ended with code {code}; the end of {self._log_path}:\n{self._process.tail()}"
             )
 
-    def pids(self) -> list[int]:
-        return [] if self._process is None else self._process.pids()
-
     def stop(self) -> None:
         """Stop the router, or remove our engines from an external one. Idempotent."""
         if self._process is not None:
