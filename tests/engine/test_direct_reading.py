@@ -52,8 +52,8 @@ def read(folder: Path, dtype: torch.dtype = torch.float32) -> LoadedModel | None
 
 
 def load_with_transformers(folder: Path, dtype: torch.dtype = torch.float32) -> LoadedModel:
-    how: dict[str, Any] = {"memory": None, "trust_remote_code": False, "fused_kernels": False}
-    return through_transformers(str(folder), dtype=dtype, device="cpu", **how)
+    options = parse_options(["--model-path", str(folder)])
+    return through_transformers(options, "cpu", dtype, None, fused_kernels=False)
 
 
 def test_server_and_fused_model_load_without_transformers(qwen3_folder: Path, tmp_path: Path) -> None:
@@ -254,9 +254,9 @@ def test_falls_back_to_transformers_if_fused_kernels_are_wrong(
     asked: list[bool] = []
     compare = PlainForward.compare
 
-    def load(folder: str, *, fused_kernels: bool, **how: Any) -> LoadedModel:
+    def load(*how: Any, fused_kernels: bool) -> LoadedModel:
         asked.append(fused_kernels)
-        model = through_transformers(folder, fused_kernels=False, **how)
+        model = through_transformers(*how, fused_kernels=False)
         return replace(model, block=block_of(model.facts)) if fused_kernels else model
 
     def wrong_at_first(self: PlainForward, *engine: Any) -> None:

@@ -208,10 +208,8 @@ def test_compiling_ahead_imports_no_slow_packages() -> None:
 def test_load_check_covers_batches_of_few_sequences(rows: int, cuda: bool, batches: list[list[int]]) -> None:
     plain = PlainForward(
         lambda ids: torch.zeros(*ids.shape, 7),
-        model_type="qwen3",
-        vocab_size=7,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        {"model_type": "qwen3", "vocab_size": 7},
+        torch.empty(0),
         context_len=64,
     )
     assert plain.batches(rows, cuda) == batches

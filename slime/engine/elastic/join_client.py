@@ -169,23 +169,21 @@ class Joiner:
 
     async def _work(self, fleet: EngineFleet) -> None:
         """Keep every engine in the run until all of them have left; raise if an engine process ends."""
+
+        async def watch() -> None:
+            while True:
+                fleet.check()
+                await asyncio.sleep(_CHECK_S)
+
         staying = [asyncio.ensure_future(self._stay(url)) for url in fleet.urls]
-        watching = asyncio.ensure_future(self._watch(fleet))
+        all_left, watching = asyncio.gather(*staying), asyncio.ensure_future(watch())
         try:
-            while any(not one.done() for one in staying):
-                done, _ = await asyncio.wait((*staying, watching), return_when=asyncio.FIRST_COMPLETED)
-                for one in done:
-                    one.result()
-                staying = [one for one in staying if not one.done()] or staying
+            await asyncio.wait((all_left, watching), return_when=asyncio.FIRST_COMPLETED)
+            await (watching if watching.done() else all_left)
         finally:
             for task in (*staying, watching):
                 task.cancel()
             await asyncio.gather(*staying, watching, return_exceptions=True)
-
-    async def _watch(self, fleet: EngineFleet) -> None:
-        while True:
-            fleet.check()
-            await asyncio.sleep(_CHECK_S)
 
     async def _stay(self, url: str) -> None:
         """Keep one engine in the run, and join again after a broken connection."""

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,8 +47,8 @@ from slime.engine.embedded.model.self_test import (
     NumericsMismatch,
     PlainForward,
     check_small_variant,
+    eager_logits,
     exact_length_limit,
-    prompt_lengths,
     refuse_model_errors,
 )
 from slime.engine.embedded.options import EngineOptions
@@ -159,13 +160,7 @@ def parse_token_ids(value: object) -> frozenset[int]:
 
 
 def through_transformers(
-    folder: str,
-    *,
-    dtype: torch.dtype,
-    device: str,
-    memory: EngineMemory | None,
-    trust_remote_code: bool,
-    fused_kernels: bool,
+    options: EngineOptions, device: str, dtype: torch.dtype, memory: EngineMemory | None, *, fused_kernels: bool
 ) -> LoadedModel:
     """Load any model that transformers supports."""
     from transformers.utils.logging import disable_progress_bar
@@ -174,11 +169,11 @@ def through_transformers(
 
     disable_progress_bar()
     model = load_causal_lm(
-        folder,
+        options.model_path,
         dtype=dtype,
         device="cpu" if memory is not None else device,
         attn_implementation="eager",
-        trust_remote_code=trust_remote_code,
+        trust_remote_code=options.trust_remote_code,
     )
     facts = model.config.get_text_config().to_dict()
     block = None
@@ -203,7 +198,7 @@ def through_transformers(
         block,
         FolderViews(model),
         ends,
-        lambda ids: model(input_ids=ids, use_cache=False).logits,
+        partial(eager_logits, model),
         lambda table: ModelRunner(model, table),
     )
 
@@ -224,16 +219,6 @@ class LoadedEngine:
             log.warning(note)
         dtype = getattr(torch, name)
 
-        def read_through_transformers(*, fused_kernels: bool) -> LoadedModel:
-            return through_transformers(
-                o.model_path,
-                dtype=dtype,
-                device=device,
-                memory=self.memory,
-                trust_remote_code=o.trust_remote_code,
-                fused_kernels=fused_kernels,
-            )
-
         plain = None
         if device == "cuda" and o.fused_kernels:
             plain = PlainFolder.at(o.model_path, trust_remote_code=o.trust_remote_code)
@@ -244,7 +229,7 @@ class LoadedEngine:
             if plain is not None and self.memory is not None:
                 model = plain.read(dtype, self.memory)
             else:
-                model = read_through_transformers(fused_kernels=o.fused_kernels)
+                model = through_transformers(o, device, dtype, self.memory, fused_kernels=o.fused_kernels)
         try:
             self._make_ready(model, compiling)
         except NumericsMismatch as wrong:
@@ -255,7 +240,7 @@ class LoadedEngine:
                 self.memory.release_weights(keep=False)
                 self.memory.release_cache()
                 self.memory = EngineMemory.on(torch.device(device))
-            self._make_ready(read_through_transformers(fused_kernels=False))
+            self._make_ready(through_transformers(o, device, dtype, self.memory, fused_kernels=False))
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -297,17 +282,9 @@ class LoadedEngine:
         self.vocab_size: int = facts["vocab_size"]
         longest = longest_sequence(o, facts)
         self.context_len = min(longest, o.max_total_tokens or longest)
-        first = next(model.weights.parameters())
         with self._phase("plain forward"):
-            plain = PlainForward(
-                model.logits,
-                model_type=facts["model_type"],
-                vocab_size=self.vocab_size,
-                dtype=first.dtype,
-                device=first.device,
-                context_len=self.context_len,
-                lengths=prompt_lengths(facts, is_fused=model.block is not None),
-            )
+            weight, is_fused = next(model.weights.parameters()), model.block is not None
+            plain = PlainForward(model.logits, facts, weight, context_len=self.context_len, is_fused=is_fused)
         if model.block is None:  # through transformers
             with self._phase("small model"):
                 check_small_variant(model.weights)

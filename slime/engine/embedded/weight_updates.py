@@ -22,7 +22,6 @@ from slime.engine.embedded.weights.ipc import DeviceMemory, HostMemory, OpenBuck
 from slime.engine.embedded.weights.lora import ArrivingAdapter, MergedAdapter, read_adapter_folder
 from slime.engine.embedded.weights.process_groups import AnnouncedBucket
 from slime.models.delta.folder import BadDelta, read_index
-from slime.models.peft_adapter import Adapter
 from slime.storage.json_types import JsonObject
 
 log = logging.getLogger(__name__)
@@ -160,23 +159,8 @@ class WeightUpdates:
 
     def update_from_bytes(self, body: bytes, version: str | None, *, flush: bool) -> int:
         tensors = loading.tensors_in(body)
-        return self._update_from_tensors(tensors, "the request body", version, flush=flush)
-
-    def _update_from_tensors(
-        self,
-        tensors: Mapping[str, torch.Tensor],
-        source: str,
-        version: str | None,
-        *,
-        flush: bool,
-        bucket: AnnouncedBucket | None = None,
-    ) -> int:
         return self.apply(
-            lambda: loading.load_tensors(self.views, tensors, source),
-            version,
-            flush=flush,
-            names=tensors.keys(),
-            bucket=bucket,
+            lambda: loading.load_tensors(self.views, tensors, "the request body"), version, flush=flush, names=tensors
         )
 
     def update_from_folder(self, folder: str, version: str | None, *, flush: bool) -> int:
@@ -224,11 +208,17 @@ class WeightUpdates:
         Buckets of an adapter are collected: the weights change with the last of them, if at all.
         """
         if bucket.adapter is None:
-            return self._update_from_tensors(tensors, bucket.source, version, flush=flush, bucket=bucket)
+            return self.apply(
+                lambda: loading.load_tensors(self.views, tensors, bucket.source),
+                version,
+                flush=flush,
+                names=bucket.names,
+                bucket=bucket,
+            )
         adapter = self._arriving.take(bucket, tensors, bucket.adapter)
         if adapter is None:
             return sum(tensor.nbytes for tensor in tensors.values())
-        return self._merge(bucket.group_name, adapter, version, flush=flush)
+        return self.apply(lambda: self.adapter.load(bucket.group_name, adapter), version, flush=flush, keeps_base=True)
 
     def open_shared(self, memory: DeviceMemory | HostMemory, bucket: AnnouncedBucket) -> OpenBucket:
         """Open a bucket in a trainer's memory for copying; any thread may call this: the model does not change."""
@@ -241,9 +231,7 @@ class WeightUpdates:
 
     def load_adapter(self, name: str, folder: str, version: str | None, *, flush: bool) -> int:
         """Merge a LoRA adapter into the weights of the model's folder; it replaces the adapter before."""
-        return self._merge(name, read_adapter_folder(folder), version, flush=flush)
-
-    def _merge(self, name: str, adapter: Adapter, version: str | None, *, flush: bool) -> int:
+        adapter = read_adapter_folder(folder)
         return self.apply(lambda: self.adapter.load(name, adapter), version, flush=flush, keeps_base=True)
 
     def unload_adapter(self, name: str, version: str | None, *, flush: bool) -> int:

@@ -84,6 +84,7 @@ class ModelRunner:
     """Holds a model and its KV slots; on the CPU it is also the decoder that runs the steps."""
 
     looks_ahead = False  # the CPU computes a step when it is launched
+    _packed: list[PackedWeights]
 
     def __init__(self, model: PreTrainedModel, table: np.ndarray) -> None:
         self._hold(model, table)
@@ -106,7 +107,7 @@ class ModelRunner:
         self.context = AttentionContext(self.device)
         self.states = replace_delta_nets(model, len(table), self.device)
         self._table = table
-        self._packed: list[PackedWeights] = []
+        self._packed = []
         self._tokens = torch.zeros(len(table), dtype=torch.int64)  # the last token of each row
 
     @property

@@ -23,6 +23,7 @@ import sys
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -90,11 +91,10 @@ def exact_length_limit(facts: JsonMapping) -> tuple[int, str] | None:
     return min(limits, default=None)
 
 
-def prompt_lengths(facts: JsonMapping, *, is_fused: bool) -> tuple[int, int, int]:
-    """Return the test prompts' lengths; one is longer than the windows of this (text) config, unless these are wide."""
-    short, middle, last = FUSED_PROMPT_LENGTHS if is_fused else PROMPT_LENGTHS
-    widths = [width for width in window_fields(facts).values() if width <= _WIDEST_TESTED]
-    return short, max([middle, *(width + 3 for width in widths)]), last
+def eager_logits(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits `[B, T, V]` of transformers' forward of tokens `[B, T]`."""
+    logits: torch.Tensor = model(input_ids=ids, use_cache=False).logits
+    return logits
 
 
 def check_small_variant(model: PreTrainedModel) -> None:
@@ -124,13 +124,10 @@ def compare_small_model(make: Callable[[], PreTrainedModel]) -> None:
         limit = exact_length_limit(facts)
         try:
             plain = PlainForward(
-                lambda ids, small=small: small(input_ids=ids, use_cache=False).logits,
-                model_type=facts["model_type"],
-                vocab_size=facts["vocab_size"],
-                dtype=torch.float32,
-                device=torch.device("cpu"),
+                partial(eager_logits, small),
+                facts,
+                torch.empty(0),
                 context_len=sys.maxsize if limit is None else limit[0],
-                lengths=prompt_lengths(facts, is_fused=False),
                 seed=seed,
             )
         except Exception as cause:  # a family's code may raise anything for rows of several lengths
@@ -152,31 +149,36 @@ def compare_small_model(make: Callable[[], PreTrainedModel]) -> None:
 
 
 class PlainForward:
-    """Reference log-probs of the test prompts, from one call of `logits`, which maps tokens `[B, T]` to `[B, T, V]`."""
+    """Reference log-probs of the test prompts, from one call of `logits`, which maps tokens `[B, T]` to `[B, T, V]`.
+
+    `facts` is the (text) config, and `weight` any weight of the model. One prompt is longer than the model's windows,
+    unless these are wide.
+    """
 
     def __init__(
         self,
         logits: Callable[[torch.Tensor], torch.Tensor],
+        facts: JsonMapping,
+        weight: torch.Tensor,
         *,
-        model_type: str,
-        vocab_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
         context_len: int,
-        lengths: SequenceOf[int] = PROMPT_LENGTHS,
+        is_fused: bool = False,
         seed: int = 0,
     ) -> None:
-        self._model_type = model_type
-        self._dtype = dtype
-        lengths = [max(1, min(length, context_len - 1)) for length in lengths]
+        self._model_type: str = facts["model_type"]
+        self._dtype = weight.dtype
+        short, middle, last = FUSED_PROMPT_LENGTHS if is_fused else PROMPT_LENGTHS
+        widths = [width for width in window_fields(facts).values() if width <= _WIDEST_TESTED]
+        wanted = (short, max([middle, *(width + 3 for width in widths)]), last)
+        lengths = [max(1, min(length, context_len - 1)) for length in wanted]
         self.slots = sum(lengths) + len(lengths)  # slots that `compare` writes to
         generator = np.random.default_rng(seed)
-        self._tokens = [generator.integers(0, vocab_size, length + 1).tolist() for length in lengths]
+        self._tokens = [generator.integers(0, facts["vocab_size"], length + 1).tolist() for length in lengths]
         padded = torch.zeros(len(lengths), max(lengths) + 1, dtype=torch.int64)
         for row, tokens in zip(padded, self._tokens, strict=True):
             row[: len(tokens)] = torch.tensor(tokens)
         with torch.inference_mode():
-            found = logits(padded.to(device)).float()
+            found = logits(padded.to(weight.device)).float()
         # [prompt, its end or the token after it, V]; neither sees the padding after it
         ends = [found[i, length - 1 : length + 1] for i, length in enumerate(lengths)]
         self._log_probs = torch.stack(ends).log_softmax(-1).cpu()

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import safetensors.torch
 import torch
@@ -22,6 +23,9 @@ from slime.engine.embedded.weights.parameter_views import FolderViews
 from slime.errors import UserError
 from slime.models.delta.folder import BadDelta, BaseMismatch, DeltaIndex, delta_entries
 from slime.models.folder import read_config_json
+
+if TYPE_CHECKING:  # importing transformers takes longer than a start without it
+    from transformers import PreTrainedModel
 
 _DTYPES = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8", "BOOL"}
 
@@ -129,19 +133,23 @@ def load_from_folder(views: FolderViews, folder: str, *, home: str, trust_remote
             files = _files_by_tensor(paths)
             return _load_through_transformers(views, paths, files, home, trust_remote_code=True)
         trust_remote_code = False
-    from slime.models.loading import load_causal_lm  # transformers
-
     targets, dtype = views.model.state_dict(), next(views.model.parameters()).dtype
-    try:
-        fresh = load_causal_lm(
-            folder, dtype=dtype, device="cpu", attn_implementation="eager", trust_remote_code=trust_remote_code
-        )
-    except UserError as cause:
-        raise BadRequest(str(cause)) from cause
-    loaded = fresh.state_dict()
+    loaded = read_model(folder, dtype, trust_remote_code=trust_remote_code).state_dict()
     for name, tensor in loaded.items():
         _check(targets, name, tuple(tensor.shape), folder)
     return _copy_all((targets[name], tensor) for name, tensor in loaded.items())
+
+
+def read_model(folder: str, dtype: torch.dtype, *, trust_remote_code: bool, problem: str = "") -> PreTrainedModel:
+    """Read a model through transformers, on the host; `problem` begins the message if that is impossible."""
+    from slime.models.loading import load_causal_lm
+
+    try:
+        return load_causal_lm(
+            folder, dtype=dtype, device="cpu", attn_implementation="eager", trust_remote_code=trust_remote_code
+        )
+    except UserError as cause:
+        raise BadRequest(f"{problem}{cause}") from cause
 
 
 def names_in(paths: Sequence[str]) -> set[str]:

@@ -16,7 +16,6 @@ from slime.engine.embedded.errors import BadRequest, Conflict, PartialWrite, sho
 from slime.engine.embedded.weights import loading
 from slime.engine.embedded.weights.parameter_views import FolderViews
 from slime.engine.embedded.weights.process_groups import AnnouncedBucket
-from slime.errors import UserError
 from slime.models.peft_adapter import (
     Adapter,
     AdapterConfig,
@@ -91,18 +90,8 @@ class MergedAdapter:
 
     def _reload_base(self, names: Set[str], dtype: torch.dtype) -> int:
         """Read the folder in `dtype` into the model, and keep the weights of `names` on the host."""
-        from slime.models.loading import load_causal_lm  # transformers
-
-        try:
-            model = load_causal_lm(
-                self._folder,
-                dtype=dtype,
-                device="cpu",
-                attn_implementation="eager",
-                trust_remote_code=self._trust_remote_code,
-            )
-        except UserError as cause:
-            raise BadRequest(f"the base weights of the adapter cannot be read: {cause}") from cause
+        problem = "the base weights of the adapter cannot be read: "
+        model = loading.read_model(self._folder, dtype, trust_remote_code=self._trust_remote_code, problem=problem)
         self.mark_overwritten()
         copied = loading.load_tensors(self._views, self._views.weights_like(model), self._folder)
         targets, pin = FolderViews(model).targets(names), next(self._views.model.parameters()).is_cuda
