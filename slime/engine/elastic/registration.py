@@ -21,7 +21,7 @@ from aiohttp import web
 from slime.cluster.http_checks import no_foreign_pages
 from slime.cluster.ports import host_address
 from slime.cluster.watchdog import background
-from slime.engine.elastic.file_server import FILES_ROUTE, FileShares, list_folder_files
+from slime.engine.elastic.file_server import FILES_ROUTE, FileShares, ListedFile, list_folder_files
 from slime.engine.elastic.handshake import (
     ADDRESS_FILE,
     HEARTBEAT_S,
@@ -36,7 +36,7 @@ from slime.engine.elastic.handshake import (
     receive_message,
     split_address,
 )
-from slime.engine.elastic.members import EngineSession, JoinedEngine, JoinedEngines, JoinRequest, send_if_open
+from slime.engine.elastic.members import EngineSession, JoinedEngines, JoinRequest, send_if_open
 from slime.engine.launch import engine_url
 from slime.errors import RunFailed, UserError
 from slime.storage.json_types import JsonObject
@@ -76,7 +76,7 @@ class RegistrationServer:
         self._marker.write_text(self._proof)
         self.shelves = FileShares()
         self._sessions: dict[web.WebSocketResponse, EngineSession] = {}
-        self._listing: asyncio.Task[list[list[object]]] | None = None
+        self._listing: asyncio.Task[list[ListedFile]] | None = None
         self._loop = asyncio.new_event_loop()
         self._stop = asyncio.Event()
         self._started: concurrent.futures.Future[tuple[str, int]] = concurrent.futures.Future()
@@ -180,23 +180,29 @@ class RegistrationServer:
             await ws.send_json({"kind": "terms", "ticket": ticket, "marker": str(self._marker), **self._joined.terms()})
             while (await receive_message(ws)).get("kind") == "model":
                 if self._listing is None:  # computed once, with checksums, and shared by all engines
-                    self._listing = asyncio.ensure_future(
-                        asyncio.to_thread(
-                            lambda: [one.to_json() for one in list_folder_files(self._model, checksums=True)]
-                        )
-                    )
-                await ws.send_json({"kind": "model", "files": await asyncio.shield(self._listing)})
+                    listing = asyncio.to_thread(list_folder_files, self._model, checksums=True)
+                    self._listing = asyncio.ensure_future(listing)
+                files = [one.to_json() for one in await asyncio.shield(self._listing)]
+                await ws.send_json({"kind": "model", "files": files})
         finally:
             self.shelves.dismiss(ticket)
 
     async def _host(self, session: EngineSession, request: JoinRequest) -> None:
-        """Serve a joined engine until it leaves or disconnects."""
+        """Serve a joined engine until its session ends for any reason, then remove it."""
+
+        async def remove() -> None:
+            session.is_over("its connection broke")
+            try:
+                member = await joining
+            except (RunFailed, UserError):
+                return
+            if not self._stop.is_set():
+                await self._blocking(self._joined.lost, member, "its connection broke")
+
         self._sessions[session.ws] = session
         self.shelves.admit(session.ticket)
         joining = asyncio.ensure_future(self._blocking(self._joined.join, request, session))
-        listening = asyncio.ensure_future(
-            session.process_messages()
-        )  # already now: joining may include fetching weights
+        listening = asyncio.ensure_future(session.process_messages())  # already now: joining may fetch weights
         try:
             await asyncio.wait((joining, listening), return_when=asyncio.FIRST_COMPLETED)
             if joining.done():
@@ -209,17 +215,7 @@ class RegistrationServer:
             listening.cancel()
             del self._sessions[session.ws]
             self.shelves.dismiss(session.ticket)
-            await asyncio.shield(self._remove_engine(session, joining))
-
-    async def _remove_engine(self, session: EngineSession, joining: asyncio.Future[JoinedEngine]) -> None:
-        """Remove the engine after its session has ended for any reason."""
-        session.is_over("its connection broke")
-        try:
-            member = await joining
-        except (RunFailed, UserError):
-            return
-        if not self._stop.is_set():
-            await self._blocking(self._joined.lost, member, "its connection broke")
+            await asyncio.shield(remove())
 
     async def _blocking(self, function: Callable[..., T], *args: object) -> T:
         """Run a function in a separate thread pool: joining waits for weight updates, which may wait for files."""

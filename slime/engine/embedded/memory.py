@@ -165,7 +165,9 @@ def affordable_slots(runner: ModelRunner, options: EngineOptions, facts: JsonMap
         budget = min(int(free * options.mem_fraction), free - kept)
         reason = f" in addition to the {kept / 2**30:.1f} GiB that steps need"
     else:
-        budget, reason = int(_available_ram() * options.mem_fraction), ""
+        with open("/proc/meminfo") as lines:
+            kib = next((int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), _CPU_KV_BYTES >> 10)
+        budget, reason = int(kib * 1024 * options.mem_fraction), ""
     states = runner.states.total_bytes(runner.dtype)
     if states and states > budget:
         raise UserError(
@@ -189,11 +191,3 @@ def step_bytes(dtype: torch.dtype, options: EngineOptions, facts: JsonMapping) -
     wide = heads * (facts.get("head_dim") or hidden // heads)
     token = dtype.itemsize * (4 * inner + 6 * wide) + 4 * 4 * hidden  # norms compute in fp32
     return options.chunked_prefill_size * token + options.max_running_requests * facts["vocab_size"] * 4 * _LOGITS_KEPT
-
-
-def _available_ram() -> int:
-    with open("/proc/meminfo") as lines:
-        for line in lines:
-            if line.startswith("MemAvailable"):
-                return int(line.split()[1]) * 1024
-    return _CPU_KV_BYTES

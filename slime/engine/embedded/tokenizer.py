@@ -168,27 +168,21 @@ def _is_plain(facts: JsonMapping, config: JsonMapping) -> bool:
         return False
     if adds_nothing and (config.get("add_bos_token") or config.get("add_eos_token")):
         return False
-    if kind in _QWEN and not _splits_as_qwen(facts):
-        return False
-    return _has_special_tokens(facts, config)
-
-
-def _splits_as_qwen(facts: JsonMapping) -> bool:
-    match facts.get("pre_tokenizer"):
-        case {
-            "type": "Sequence",
-            "pretokenizers": [
-                {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
-                {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
-            ],
-        } if pattern == _QWEN_SPLITS:
-            kinds = [(facts.get(part) or {}).get("type") for part in ("normalizer", "decoder")]
-            return kinds == ["NFC", "ByteLevel"]
-    return False
-
-
-def _has_special_tokens(facts: JsonMapping, config: JsonMapping) -> bool:
-    """True if tokenizer.json has the special tokens of tokenizer_config.json; transformers would add missing ones."""
+    if kind in _QWEN:
+        match facts.get("pre_tokenizer"):
+            case {
+                "type": "Sequence",
+                "pretokenizers": [
+                    {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False},
+                    {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False},
+                ],
+            } if pattern == _QWEN_SPLITS:
+                pass
+            case _:
+                return False
+        if [(facts.get(part) or {}).get("type") for part in ("normalizer", "decoder")] != ["NFC", "ByteLevel"]:
+            return False
+    # tokenizer.json must have the special tokens of tokenizer_config.json: transformers would add missing ones
     added = {token["content"]: token for token in facts.get("added_tokens") or ()}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
     named = [
@@ -196,7 +190,7 @@ def _has_special_tokens(facts: JsonMapping, config: JsonMapping) -> bool:
         *(extra.values() if isinstance(extra, Mapping) else extra),
     ]
     wanted = [text for token in named if (text := _token_text(token)) is not None]
-    if config.get("tokenizer_class") in _QWEN:
+    if kind in _QWEN:
         wanted.append("<|endoftext|>")  # the default of tokens that are not named
     if not all(text in added and added[text].get("special") for text in wanted):
         return False

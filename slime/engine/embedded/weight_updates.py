@@ -116,7 +116,19 @@ class WeightUpdates:
             engine.runner.weights_changed()
         if not keeps_base:
             self.adapter.mark_overwritten()
-        self._note_written(names, bucket, version)
+        begins = bucket is None or bucket.number == 1
+        if self.unfinished is not None and begins:
+            self.mark_stale(str(self.unfinished))  # its other buckets cannot follow any more
+        if bucket is None or bucket.is_last:
+            self.unfinished = None
+        else:
+            self.unfinished = PartialUpdate(version, bucket.number, bucket.count, bucket.group_name)
+        if self.stale is not None:  # until one version wrote every tensor; an update without one counts as its own
+            if version != self._mended_by or (version is None and begins):
+                self._mended, self._mended_by = set(), version
+            self._mended |= set(names or ())
+            if self.unfinished is None and (names is None or loading.is_whole(self.views, self._mended)):
+                self.stale = None
         if flush or self.unfinished is None:
             engine.scheduler.cache.tree.clear()
         for seq in [*engine.scheduler.running, *engine.scheduler.prefilling]:
@@ -128,26 +140,6 @@ class WeightUpdates:
     def _require_memory(self) -> None:
         if self.is_released:
             raise BadRequest("the weights are released: call /resume_memory_occupation first")
-
-    def _note_written(self, names: Collection[str] | None, bucket: AnnouncedBucket | None, version: str | None) -> None:
-        """Record what an update wrote, and end staleness once one version wrote every tensor since it began.
-
-        Each update without a version counts as a version of its own.
-        """
-        begins = bucket is None or bucket.number == 1
-        if self.unfinished is not None and begins:
-            self.mark_stale(str(self.unfinished))  # its other buckets cannot follow any more
-        if bucket is None or bucket.is_last:
-            self.unfinished = None
-        else:
-            self.unfinished = PartialUpdate(version, bucket.number, bucket.count, bucket.group_name)
-        if self.stale is None:
-            return
-        if version != self._mended_by or (version is None and begins):
-            self._mended, self._mended_by = set(), version
-        self._mended |= set(names or ())
-        if self.unfinished is None and (names is None or loading.is_whole(self.views, self._mended)):
-            self.stale = None
 
     def update_from_files(self, paths: list[str], version: str | None, *, flush: bool) -> int:
         return self.apply(

@@ -162,8 +162,26 @@ class CompiledLayers:
     def __init__(
         self, decoder: nn.Module, context: AttentionContext, backend: str | Callable[..., object] = "inductor"
     ) -> None:
-        if context.opaque is None:
-            context.opaque = opaque_attention(context)
+        if context.opaque is None:  # a custom op, which compilers do not trace into
+
+            @torch.library.custom_op(f"slime::attend_{next(_numbers)}", mutates_args=())
+            def attend(
+                q: torch.Tensor,
+                k: torch.Tensor,
+                v: torch.Tensor,
+                layer: int,
+                scale: float,
+                softcap: float,
+                sinks: torch.Tensor | None,
+            ) -> torch.Tensor:
+                rules = Rules(scale, context.windows[layer], softcap or None, sinks)
+                return context.attend(layer, q, k, v, rules).contiguous()
+
+            @attend.register_fake
+            def _(q, k, v, layer, scale, softcap, sinks):
+                return q.new_empty(q.shape[2], q.shape[1], v.shape[3])
+
+            context.opaque = attend
         self._layers = decoder_layers(decoder)
         self._forwards = [torch.compile(layer.forward, dynamic=True, backend=backend) for layer in self._layers]
 
@@ -190,26 +208,3 @@ def decoder_layers(decoder: nn.Module) -> list[nn.Module]:
     """Return the longest module list of a decoder: transformers' decoders have their layers there."""
     lists = [list(module) for module in decoder.children() if isinstance(module, nn.ModuleList)]
     return max(lists, key=len, default=[])
-
-
-def opaque_attention(context: AttentionContext) -> Callable[..., torch.Tensor]:
-    """Wrap `context.attend` in a custom op, which compilers do not trace into."""
-
-    @torch.library.custom_op(f"slime::attend_{next(_numbers)}", mutates_args=())
-    def attend(
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: int,
-        scale: float,
-        softcap: float,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        rules = Rules(scale, context.windows[layer], softcap or None, sinks)
-        return context.attend(layer, q, k, v, rules).contiguous()
-
-    @attend.register_fake
-    def _(q, k, v, layer, scale, softcap, sinks):
-        return q.new_empty(q.shape[2], q.shape[1], v.shape[3])
-
-    return attend

@@ -33,10 +33,6 @@ class StateShape:
     key_dim: int
     value_dim: int
 
-    def bytes_per_row(self, dtype: torch.dtype) -> int:
-        conv = (self.kernel - 1) * self.channels * dtype.itemsize
-        return conv + 4 * self.heads * self.key_dim * self.value_dim
-
 
 @dataclass(frozen=True)
 class PaddedPieces:
@@ -107,7 +103,8 @@ class DeltaNetStates:
         return bool(self.shapes)
 
     def total_bytes(self, dtype: torch.dtype) -> int:
-        return len(self.held) * sum(shape.bytes_per_row(dtype) for shape in self.shapes.values())
+        conv = sum((s.kernel - 1) * s.channels * dtype.itemsize for s in self.shapes.values())
+        return len(self.held) * (conv + sum(4 * s.heads * s.key_dim * s.value_dim for s in self.shapes.values()))
 
     def allocate(self, dtype: torch.dtype, zeros: MakeZeros) -> None:
         rows = len(self.held)
