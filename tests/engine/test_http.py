@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import http.client
 import json
@@ -16,8 +17,13 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from aiohttp.test_utils import TestClient, TestServer
 from safetensors.torch import load_file
 
+from slime.engine.embedded.engine import EngineCore
+from slime.engine.embedded.http.async_engine import EngineBridge
+from slime.engine.embedded.http.server import EngineServer
+from slime.engine.embedded.options import parse_options
 from slime.engine.fleet.status import request_load
 from tests.engine.conftest import EngineProcess
 from tests.tiny_models import make_model_folder
@@ -26,6 +32,23 @@ LONG: dict[str, Any] = {"max_new_tokens": 400, "ignore_eos": True}
 TRIES = 5
 JSON = {"Content-Type": "application/json"}
 """`TRIES`: attempts to act during a request, which may finish first."""
+
+
+def test_server_refuses_requests_while_the_model_is_loading() -> None:
+    """Only /server_info is answered, with the status of the engine."""
+    core = EngineCore(parse_options(["--model-path", "m", "--api-key", "k"]), on_death=print)
+
+    async def ask() -> list[tuple[int, Any]]:
+        async with TestClient(TestServer(EngineServer(EngineBridge(core)).app)) as client:
+            key = {"Authorization": "Bearer k"}
+            asked = [("GET", "/server_info"), ("GET", "/get_server_info"), ("GET", "/health"), ("POST", "/generate")]
+            answers = [await client.request(*one, json={"input_ids": [5]}, headers=key) for one in asked]
+            return [(answer.status, await answer.json()) for answer in answers]
+
+    (info_status, info), (other_status, other), health, generate = asyncio.run(ask())
+    assert (info_status, info["status"], other_status, other["status"]) == (200, "loading", 200, "loading")
+    assert [status for status, _ in (health, generate)] == [503, 503]
+    assert "still loading" in generate[1]["error"]["message"]
 
 
 def test_text_and_token_id_prompts_give_the_same_answer(engine: EngineProcess) -> None:
