@@ -76,23 +76,20 @@ class EngineStates:
                 by_url.pop(removed, None)
         for index, url in enumerate(urls):
             if url in away:
-                self._found[url] = away[url]
-            elif self._why_ended(index) is not None:
-                self._found[url] = "dead"
+                found: EngineLoad | str = away[url]
             else:
-                load = self._load_of(url)
-                self._found[url] = "busy" if load is None else load
-                if load is not None:
-                    now, before = self._now(), self._seen.get(url)
-                    if load.tokens_per_s is not None:
-                        self._rates[url] = load.tokens_per_s
-                    elif load.generated is not None:
-                        self._seen[url] = (now, load.generated)
-                        if before is not None and now > before[0]:
-                            self._rates[url] = max(0, load.generated - before[1]) / (now - before[0])
-            if not isinstance(self._found[url], EngineLoad):
+                found = "dead" if self._why_ended(index) is not None else self._load_of(url) or "busy"
+            self._found[url] = found
+            if isinstance(found, str):
                 self._seen.pop(url, None)
                 self._rates.pop(url, None)
+            elif found.tokens_per_s is not None:
+                self._rates[url] = found.tokens_per_s
+            elif found.generated is not None:
+                now, before = self._now(), self._seen.get(url)
+                self._seen[url] = (now, found.generated)
+                if before is not None and now > before[0]:
+                    self._rates[url] = max(0, found.generated - before[1]) / (now - before[0])
 
     @property
     def tokens_per_s(self) -> float | None:
