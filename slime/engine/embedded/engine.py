@@ -225,7 +225,10 @@ class EngineCore:
         if pause_mode is not None:
             self.pause(pause_mode)
         try:
-            return self.weights.update_from_shared(opened, version, flush=flush)
+            bucket, views = opened.bucket, self.weights.views
+            return self.weights.apply(
+                lambda: opened.load(views), version, flush=flush, names=bucket.names, bucket=bucket
+            )
         finally:
             if pause_mode is not None and not was_paused:
                 self.resume()

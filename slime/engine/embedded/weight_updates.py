@@ -216,11 +216,6 @@ class WeightUpdates:
         """Open a bucket in a trainer's memory for copying; any thread may call this: the model does not change."""
         return self._shared.open(memory, bucket, self.views, self._engine.runner.device)
 
-    def update_from_shared(self, opened: OpenBucket, version: str | None, *, flush: bool) -> int:
-        """Copy an opened bucket; the version changes with the last bucket."""
-        bucket = opened.bucket
-        return self.apply(lambda: opened.load(self.views), version, flush=flush, names=bucket.names, bucket=bucket)
-
     def load_adapter(self, name: str, folder: str, version: str | None, *, flush: bool) -> int:
         """Merge a LoRA adapter into the weights of the model's folder; it replaces the adapter before."""
         adapter = read_adapter_folder(folder)
