@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 
+import psutil
 import torch
 from torch import nn
 
@@ -165,9 +166,7 @@ def affordable_slots(runner: ModelRunner, options: EngineOptions, facts: JsonMap
         budget = min(int(free * options.mem_fraction), free - kept)
         reason = f" in addition to the {kept / 2**30:.1f} GiB that steps need"
     else:
-        with open("/proc/meminfo") as lines:
-            kib = next((int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), _CPU_KV_BYTES >> 10)
-        budget, reason = int(kib * 1024 * options.mem_fraction), ""
+        budget, reason = int(psutil.virtual_memory().available * options.mem_fraction), ""
     states = runner.states.total_bytes(runner.dtype)
     if states and states > budget:
         raise UserError(

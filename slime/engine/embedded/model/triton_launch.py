@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 def launch(kernel: JITFunction, grid: tuple[int, ...], *args: object, **how: object) -> None:
     """Launch a kernel, or compile it if its first tensor is on `meta`; `how`: constants and launch options."""
-    if not next(arg for arg in args if isinstance(arg, torch.Tensor)).is_meta:
+    first = next(arg for arg in args if isinstance(arg, torch.Tensor))
+    if not first.is_meta:
         kernel[grid](*args, **how)
         return
     kernel.warmup(*(arg.dtype if isinstance(arg, torch.Tensor) else arg for arg in args), grid=grid, **how)
@@ -55,4 +56,5 @@ def pdl_arguments(wanted: bool) -> dict[str, bool]:
 
 
 def next_power_of_two(n: int) -> int:
+    """Return the next power of two."""
     return int(triton.next_power_of_2(n))
