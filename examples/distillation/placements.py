@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from slime.observability.metrics import read_metrics
-from slime.observability.plots import eval_points
+from slime.observability.plots import EVAL_SCORES, metric_points
 
 REVERSE_KL = "rollout/opd_reverse_kl"
 TRAIN_DUMP = "train_{rollout_id}.jsonl"
@@ -55,7 +55,7 @@ def reverse_kls(run: Path) -> list[float]:
 
 def scores(run: Path) -> list[tuple[int, float]]:
     """(step, held-out accuracy)."""
-    return eval_points(read_metrics(run / "metrics.jsonl"))["held-out"]
+    return metric_points(read_metrics(run / "metrics.jsonl"), EVAL_SCORES, "step")["held-out"]
 
 
 def draw(runs: Mapping[str, Path], teacher: float, out: Path) -> Path:

@@ -24,7 +24,7 @@ from task import CRITIC, JUDGE, RIGHT, SOLVER, SOLVERS, WRONG, is_right, judged_
 
 from slime.agent.conversation import converse
 from slime.agent.messages import Message
-from slime.algorithms.rewards import normalize_group_rewards
+from slime.algorithms.rewards import RewardGroups, normalize_group_rewards
 from slime.data.sample import Sample
 
 TEAM_SHARE = 0.2
@@ -106,7 +106,7 @@ def by_role(args: Any, samples: Sequence[Sample]) -> tuple[list[float], list[flo
         (sample.metadata.get("role"), sample.group_index if truth is None else truth)
         for sample, truth in zip(samples, truths, strict=True)
     ]
-    shaped = normalize_group_rewards(raw, work, excluded=left_out)
+    shaped = normalize_group_rewards(raw, RewardGroups(work, excluded=left_out))
     count = Counter(truth for truth, out in zip(truths, left_out, strict=True) if truth is not None and not out)
     return raw, [
         value if truth is None or not count[truth] else value * count.total() / (2 * count[truth])

@@ -14,9 +14,10 @@ from aiohttp.test_utils import TestServer
 
 from examples.mcp_arena.tournament import TOPOLOGIES, JudgeFailed, Match, ServedJudge, Tournament, verdict_of
 from examples.mcp_arena.tournament.rewards import Calls
+from slime.config import Config, derive
 from slime.data.sample import Sample
 from slime.errors import UserError
-from slime.rollout.metrics import _tournament_metrics
+from slime.rollout.metrics import rollout_metrics
 from slime.rollout.rewards.worker_pool import RewardError
 
 ARGS = Namespace()
@@ -61,8 +62,9 @@ def test_match_counts_are_recorded_and_logged() -> None:
     assert samples[0].metadata["tournament"] == noted
     more = group("a", "aa")
     rewards(Tournament(longer, "round_robin", swap=False), more)
-    assert _tournament_metrics([*samples, *more])["rollout/tournament_judge_calls"] == 13.0
-    assert _tournament_metrics(group("a")) == {}
+    config = derive(Config(rollout_batch_size=1))
+    assert rollout_metrics(config, [*samples, *more], 1.0)["rollout/tournament_judge_calls"] == 13.0
+    assert not [name for name in rollout_metrics(config, group("a"), 1.0) if "tournament" in name]
 
 
 def test_rollout_samples_play_as_one_and_failed_samples_do_not_play() -> None:

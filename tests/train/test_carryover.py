@@ -29,8 +29,14 @@ from tests.train.tiny_training import make_samples
 
 
 def config(**changes: Any) -> Config:
-    values = {"rollout_batch_size": 3, "n_samples_per_prompt": 3, "global_batch_size": 4, "num_steps_per_rollout": 2}
-    return Config(**(values | {"num_rollout": 3, "dtype": "float32", "distributed_timeout_minutes": 2} | changes))
+    values: dict[str, Any] = {
+        "rollout_batch_size": 3,
+        "n_samples_per_prompt": 3,
+        "global_batch_size": 4,
+        "num_steps_per_rollout": 2,
+    }
+    values |= {"num_rollout": 3, "dtype": "float32", "distributed_timeout_minutes": 2, "eps_clip_high": 0.2}
+    return Config(**(values | changes))
 
 
 def batch(seed: int = 0, groups: int = 2, **options: Any) -> TrainBatch:

@@ -111,6 +111,15 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
+async def listen(app: web.Application, sock: socket.socket, connections: Connections) -> web.AppRunner:
+    """Serve requests on `sock` until both the connections and the runner are closed."""
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
+    await runner.setup()
+    assert runner.server is not None
+    connections.accept_on(sock, runner.server)
+    return runner
+
+
 async def serve(options: EngineOptions) -> int:
     """Load the model and serve it; returns the exit code: 1 when the engine's thread died."""
     options = with_environment_keys(options)
@@ -130,11 +139,7 @@ async def serve(options: EngineOptions) -> int:
         engine = EngineBridge(core)
         most = most_connections(options.max_queued_requests + OTHER_CONNECTIONS, descriptors_each=1)
         connections = Connections(most)
-        app = EngineServer(engine, connections).app
-        runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
-        await runner.setup()
-        assert runner.server is not None
-        connections.accept_on(sock, runner.server)
+        runner = await listen(EngineServer(engine, connections).app, sock, connections)
         address = f"http://{options.host}:{sock.getsockname()[1]}"
         log.info("listening on %s, loading %s", address, options.model_path)
         try:
