@@ -32,7 +32,8 @@ class EstimatorInputs:
     def samples(self) -> Iterator[tuple[float, Tensor, Tensor | None, Tensor | None]]:
         """Yield (reward, mask, KL, rewards of turns) of each sample."""
         none = [None] * len(self.rewards)
-        return zip(self.rewards, self.masks, self.kl or none, self.placed or none, strict=True)
+        kl, placed = (none if one is None else one for one in (self.kl, self.placed))
+        return zip(self.rewards, self.masks, kl, placed, strict=True)
 
 
 def grpo_advantages(given: EstimatorInputs) -> Advantages:
