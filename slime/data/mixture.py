@@ -119,6 +119,7 @@ def reading(recipe: TrainDataset, args: Namespace) -> JsonObject:
         "prompt_data": recipe.path,
         "prompt_config": None,
         "input_key": recipe.input_key,
+        "is_input_key_given": True,
         "label_key": recipe.label_key,
         "metadata_key": recipe.metadata_key,
         "tool_key": recipe.tool_key,

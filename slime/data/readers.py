@@ -139,19 +139,28 @@ class JsonlRows:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
+    def _open(self) -> BinaryIO:
+        try:
+            return self._path.open("rb")
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: OSError) -> UserError:
+        return UserError(f"prompt data {self._path}: cannot be read ({error.strerror})")
+
+    def _lines(self, file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         """Iterate over all lines with their numbers."""
         try:
-            with self._path.open("rb") as file:
-                yield from enumerate(file, start=1)
+            yield from enumerate(file, start=1)
         except OSError as error:
-            raise UserError(f"prompt data {self._path}: cannot be read ({error.strerror})") from error
+            raise self._unreadable(error) from error
 
     @cached_property
     def _index(self) -> tuple[np.ndarray, np.ndarray]:
         """Offsets and line numbers of the rows."""
         offsets, lines, offset = array("q"), array("q"), 0
-        for number, line in self._lines():
+        self._file.seek(0)
+        for number, line in self._lines(self._file):
             if line.strip():
                 offsets.append(offset)
                 lines.append(number)
@@ -160,13 +169,15 @@ class JsonlRows:
 
     @cached_property
     def _file(self) -> BinaryIO:
-        return self._path.open("rb")
+        """The file that is indexed and read, also when another one has replaced it."""
+        return self._open()
 
     def __len__(self) -> int:
         return len(self._index[0])
 
     def __getitem__(self, index: int) -> Row:
-        self._file.seek(int(self._index[0][index]))
+        offset = int(self._index[0][index])
+        self._file.seek(offset)
         return _parse_line(self._file.readline(), self.where(index))
 
     def where(self, index: int) -> str:
@@ -174,9 +185,11 @@ class JsonlRows:
 
     def rows_from(self, index: int) -> Iterator[LocatedRow]:
         """Iterate over the rows from `index` on, without an index of the file."""
-        for number, line in islice(((number, line) for number, line in self._lines() if line.strip()), index, None):
-            where = f"{self._path}:{number}"
-            yield LocatedRow(where, _parse_line(line, where), len(line))
+        with self._open() as file:
+            lines = ((number, line) for number, line in self._lines(file) if line.strip())
+            for number, line in islice(lines, index, None):
+                where = f"{self._path}:{number}"
+                yield LocatedRow(where, _parse_line(line, where), len(line))
 
 
 def _parse_line(line: bytes, where: str) -> Row:

@@ -108,7 +108,7 @@ class Dispatcher:
                         await self._changed.wait()
                 for one in self._ended_in_order():
                     if len(self._ready) == target and not (one.was_held and is_cut(result_of(one.task))):
-                        surplus.append(self._forget(one).task.result())
+                        surplus.append(result_of(self._forget(one).task))
                     else:
                         await self._collect(one)
             tail = tail_seconds([one.arrived_at for one in self._ready], time.monotonic())

@@ -256,6 +256,8 @@ async def apply_hooks(
     rollout_id: int | None = None,
     evaluation: bool = False,
     clock: SampleClock | None = None,
+    *,
+    is_checked: bool = True,
 ) -> Produced:
     """Run the hooks on a sample, or on each sample of a fan-out; `rollout_id` defaults to the running rollout."""
     if not runtime.args.rollout_sample_hook_path:
@@ -269,7 +271,7 @@ async def apply_hooks(
         if sample.status in (Sample.Status.FAILED, Sample.Status.ABORTED):
             continue
         siblings = [one for one in hooked if one is not sample]
-        origin = DispatchedSample(sample, runtime.claims, is_checked=True)
+        origin = DispatchedSample(sample, runtime.claims, is_checked=is_checked)
         try:
             for path in runtime.args.rollout_sample_hook_path:
                 hook = runtime.function(path, flag="--rollout-sample-hook-path", params=("args", "sample"))

@@ -52,6 +52,8 @@ class FileKind:
     """A query that every such file answers."""
     pragmas: tuple[str, ...]
     """Settings of every connection."""
+    pragmas_of_new_files: tuple[str, ...] = ()
+    """Settings that are stored in the file."""
 
 
 @dataclass
@@ -97,9 +99,11 @@ class SqliteStore:
 
     def _opened(self) -> sqlite3.Connection:
         """Open the file, or a new one if there is none that this store accepts."""
-        if not self.path.exists() or not self._is_usable():
+        exists = self.path.exists()
+        if not exists or not self._is_usable():
             for suffix in BESIDE:  # SQLite would apply the log of a deleted file to the new one
-                self._beside(suffix).unlink(missing_ok=True)
+                if suffix or exists:  # another process may create a missing file now
+                    self._beside(suffix).unlink(missing_ok=True)
             self._create()
         connection = sqlite3.connect(self.path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         for pragma in ("synchronous=NORMAL", *self.kind.pragmas):
@@ -132,7 +136,7 @@ class SqliteStore:
         temporary = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")
         try:
             with closing(sqlite3.connect(temporary, isolation_level=None)) as connection:
-                for pragma in self.kind.pragmas:
+                for pragma in (*self.kind.pragmas_of_new_files, *self.kind.pragmas):
                     connection.execute(f"PRAGMA {pragma}").fetchall()
                 connection.executescript(f"BEGIN;{self.kind.schema};COMMIT;")
                 self._fill(connection)

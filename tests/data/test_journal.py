@@ -619,3 +619,14 @@ def test_a_failed_transaction_is_rolled_back(tmp_path: Path) -> None:
     assert states(journal) == ["finished"]
     journal.hand_out([prompts(1)], {"offset": 2})
     assert states(journal) == ["finished", "pending"]
+
+
+def test_opening_an_existing_journal_writes_nothing(tmp_path: Path) -> None:
+    open_journal(tmp_path).close()
+    path = tmp_path / "journal.sqlite"
+    before = path.read_bytes()
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")  # another writer: a write at the start would wait for it
+        open_journal(tmp_path).close()
+        other.execute("ROLLBACK")
+    assert path.read_bytes() == before

@@ -162,6 +162,14 @@ def test_labels_are_checked_for_the_reward_of_their_dataset(make_args: Make, wri
         RolloutDataSource(make_args(more=typed, custom_rm_path="m.f"))
 
 
+def test_prompt_key_of_a_dataset_is_not_replaced_by_another_column(
+    make_args: Make, write_jsonl: Callable[..., str]
+) -> None:
+    odd = write_jsonl([{"question": "x", "answer": 1}], "odd.jsonl")
+    with pytest.raises(UserError, match=r"odd\.jsonl:1: .*input"):
+        RolloutDataSource(make_args(more={"copy": {"path": odd, "input_key": "input"}}))
+
+
 # resumption
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from slime.data.chat_template import load_tokenizer, model_context_length, prompt_text
 from slime.data.prompts import PromptDataset, StreamedPromptTooLong
-from slime.data.readers import split_slice
+from slime.data.readers import open_rows, split_slice
 from slime.errors import UserError
 
 ROWS: list[dict[str, Any]] = [
@@ -311,3 +311,14 @@ def test_tokenizer_and_context_are_read_from_the_model_folder(model_folder: Path
     (empty / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="its tokenizer does not load"):
         load_tokenizer(str(empty))
+
+
+def test_rows_come_from_the_indexed_file_when_another_replaces_it(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"input": "first"}\n{"input": "second"}\n')
+    rows = open_rows(str(path), columns={"input"})
+    assert len(rows) == 2
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"input": "a much longer row"}\n')
+    other.replace(path)
+    assert rows[1] == {"input": "second"}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from slime.models.parsers.events import CallArguments, CallEnded, Event, IllFormed, Text, gathered
 from slime.models.parsers.formats import Formats, call_opening, make_parser, opens_reasoning
+from slime.models.parsers.json_stream import JsonScanner
 from tests.parsers.writers import MARKS, WRITERS, written
 from tests.rows import examples
 
@@ -167,3 +168,12 @@ def test_unread_rest_stays_short_for_long_answers(name: str) -> None:
         parser.feed(character)
         unread.append(len(parser._reader.text) - parser._reader.at)  # type: ignore[attr-defined]
     assert max(unread) < 40
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"), [('"a\nb"', "an escaped control character"), ('"a\\qb"', "a valid escape")]
+)
+def test_json_error_names_what_a_string_needs(text: str, wanted: str) -> None:
+    scanner = JsonScanner()
+    scanner.scan(text, 0)
+    assert scanner.error == f"invalid JSON: expected {wanted} in a string"

@@ -67,11 +67,15 @@ class RunningServer:
     """One running agent server process; `died` is set when it has ended."""
 
     def __init__(
-        self, child: ChildProcess, remote: RemoteServer, channel: tuple[asyncio.StreamReader, asyncio.StreamWriter]
+        self,
+        child: ChildProcess,
+        remote: RemoteServer,
+        channel: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        warned: set[str],
     ) -> None:
         self.child, self.remote = child, remote
         self.died = asyncio.Event()
-        self._warned: set[str] = set()
+        self._warned = warned
         self._reader, self._writer = channel
         self._news: asyncio.Queue[Callable[[], Awaitable[object]]] = asyncio.Queue()
         self._tasks = [asyncio.create_task(self._watch()), asyncio.create_task(self._run_queued())]
@@ -81,7 +85,7 @@ class RunningServer:
         self._news.put_nowait(partial(self.remote.call, name, **arguments))
 
     def warn(self, warning: str | None) -> None:
-        """Log a warning of the process in the driver, once."""
+        """Log a warning of the process in the driver, once for all processes."""
         if warning is not None and warning not in self._warned:
             self._warned.add(warning)
             logger.warning("%s: %s", NAME, warning)
@@ -134,6 +138,7 @@ class AgentServer:
             self.journal.forget_other_runs(self.run)
             runtime.when_recorded.append(partial(self.journal.forget_sample, self.run))
         self._count = server_count(self._config, os.cpu_count() or 1)
+        self._warned: set[str] = set()
         self._starting: defaultdict[int, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._servers: dict[int, RunningServer] = {}
         self._pool.when_changed.append(self._engines_changed)
@@ -194,8 +199,10 @@ class AgentServer:
         remote = RemoteServer(addresses, settings.secret)
         if settings.live is not None:
             write_address(Path(self._config.output_dir or folder), remote.url, settings.live.key, remote.model)
-        running = self._servers[number] = RunningServer(child, remote, (reader, writer))
-        # Changes of the engines during the start are reported now.
+        running = self._servers[number] = RunningServer(child, remote, (reader, writer), self._warned)
+        # Changes of the weights and the engines during the start are reported now.
+        if self._state.weight_version != settings.version:
+            running.tell("version", version=self._state.weight_version)
         up = {client.base_url for client in self._pool.up}
         for client in self._pool.roster:
             url, is_new = client.base_url, client.base_url not in settings.engines

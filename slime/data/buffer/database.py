@@ -122,11 +122,8 @@ _KIND = FileKind(
     FORMAT,
     RECORD + TO_LOOK_AT + REFERRED,
     "SELECT COUNT(*) FROM identity",
-    (
-        "auto_vacuum=INCREMENTAL",
-        f"wal_autocheckpoint={_WAL_PAGES}",
-        f"journal_size_limit={_WAL_PAGES * 4096}",
-    ),
+    (f"wal_autocheckpoint={_WAL_PAGES}", f"journal_size_limit={_WAL_PAGES * 4096}"),
+    ("auto_vacuum=INCREMENTAL",),
 )
 
 

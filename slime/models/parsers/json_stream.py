@@ -17,7 +17,7 @@ from collections.abc import Callable
 from slime.models.parsers.scanner import Steps, TextReader, UnreadableCall
 
 _SPACE = re.compile(r"[ \t\n\r]*")
-_IN_STRING = re.compile(r'(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*')
+_IN_STRING = re.compile(r'(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+')  # keeps no state to go back
 _BEGUN_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?|")
 _WORD = re.compile(r"[-+.0-9A-Za-z]*")
 _SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
@@ -48,7 +48,8 @@ class JsonScanner:
                 elif _BEGUN_ESCAPE.fullmatch(text, at):
                     return at
                 else:
-                    self.error = "invalid JSON: expected a valid escape in a string"
+                    wanted = "a valid escape" if text[at] == "\\" else "an escaped control character"
+                    self.error = f"invalid JSON: expected {wanted} in a string"
                 continue
             if self._expected == "a scalar":
                 begun, at = at, self._matched(_WORD, text, at, at + _LONGEST_SCALAR - len(self._scalar))
