@@ -283,3 +283,55 @@ def test_only_the_trainer_imports_the_megatron_backend_lazily(graph: Graph) -> N
     tree = ast.parse(outside["slime.train.trainer"].read_text())
     tops = ast.Module([node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)], [])
     assert not [name for name in imported(tops, "slime.train.trainer", False, graph) if name.startswith(BACKEND)]
+
+
+def names_of(tree: ast.Module) -> set[str]:
+    """Returns the names that the statements of a module bind, those in its branches included; "*" for any name."""
+    found: set[str] = set()
+    pending: list[ast.stmt] = list(tree.body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
+        targets = [part for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)]
+        found |= {target.id for target in targets}
+        pending += [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.stmt)]
+    return found
+
+
+def missing_imports(folders: Iterable[Path], package: Path) -> list[str]:
+    """Returns `file: module.name` for each name that files below the folders import from the package and it lacks."""
+    modules = modules_of(package)
+    for name, path in list(modules.items()):  # the folders of compat are on the path of the packages
+        modules.setdefault(name.replace(".compat", "", 1), path)
+    missing = []
+    for file in sorted(path for folder in folders for path in folder.rglob("*.py")):
+        for node in ast.walk(parsed(file)):
+            if not isinstance(node, ast.ImportFrom) or node.level or (node.module or "").split(".")[0] != package.name:
+                continue
+            source = modules.get(node.module or "")
+            bound = names_of(parsed(source)) if source is not None else set()
+            for alias in node.names:
+                known = alias.name == "*" or alias.name in bound or f"{node.module}.{alias.name}" in modules
+                lazy = "__getattr__" in bound or "*" in bound
+                if not (known or lazy):
+                    missing.append(f"{file.name}: {node.module}.{alias.name}")
+    return missing
+
+
+def test_files_outside_the_package_import_names_that_exist() -> None:
+    folders = [ROOT / name for name in ("examples", "benchmarks", "tools", "scripts")]
+    assert missing_imports(folders, ROOT / "slime") == []
+
+
+def test_missing_names_are_found(tmp_path: Path) -> None:
+    package, user = tmp_path / "package", tmp_path / "user"
+    for folder in (package, user):
+        folder.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "one.py").write_text("def f() -> None: ...\nif True:\n    a = b = 1\n")
+    (user / "script.py").write_text("from package.one import a, b, f, gone\nfrom package import one, two\n")
+    assert missing_imports([user], package) == ["script.py: package.one.gone", "script.py: package.two"]
