@@ -54,7 +54,8 @@ def main(words: list[str] | None = None) -> int:
 def trained(work: tiny_run.Task, mode: str, args: argparse.Namespace) -> side_by_side.Figures:
     """GRPO in one mode, and what it was like."""
     print(f"{mode}:", flush=True)
-    flags = {"max_weight_staleness": args.max_weight_staleness} if mode == "full" else {}
+    # samples of earlier weights are weighed by how much likelier the present ones make them
+    flags = {"max_weight_staleness": args.max_weight_staleness, "use_tis": True} if mode == "full" else {}
     folder = args.output_dir / mode
     tiny_run.run(
         work._replace(folder=folder), argparse.Namespace(**vars(args), mode=mode), eval_interval=args.steps, **flags
