@@ -204,8 +204,8 @@ async def apply_rollout_sample_hooks(
                 one = one if changed is None else changed
             hooked.append(one)
         return hooked[0] if is_one else hooked
-    hooks = sample_pipeline.apply_hooks(runtime, sample, rollout_id, evaluation, is_checked=False)
-    return await runtime.on_own_loop(hooks)
+    run = sample_pipeline.apply_hooks(runtime, sample, rollout_id, evaluation, is_checked=False)
+    return await runtime.on_own_loop(run)
 
 
 async def abort(args: Any, rollout_id: int) -> list[Group]:
