@@ -216,7 +216,10 @@ def test_lora_routes_load_and_unload_an_adapter(engine: EngineProcess, qwen3_fol
     assert engine.post("/unload_lora_adapter", {"lora_name": "other"})[0] == 400
     status, answer = engine.post("/unload_lora_adapter", {"lora_name": "policy", "weight_version": "default"})
     assert (status, answer["loaded_adapters"]) == (200, {})
-    assert engine.generate(**asked)["meta_info"]["output_token_logprobs"] == plain
+    again = engine.generate(**asked)["meta_info"]["output_token_logprobs"]
+    assert [token_id for _, token_id, _ in again] == [token_id for _, token_id, _ in plain]
+    # the restored weights lie elsewhere in memory, and products round by alignment
+    assert [log_prob for log_prob, _, _ in again] == pytest.approx([log_prob for log_prob, _, _ in plain], abs=1e-5)
 
 
 def test_rejects_an_adapter_while_weights_are_released(engine: EngineProcess, tmp_path: Path) -> None:
