@@ -37,35 +37,17 @@ from slime.config.initial_weights import (
     find_reference_weights,
 )
 from slime.config.lora import uses_lora
-from slime.train.backend import POLICY, Builder, LossOutcome, Objective, ObjectiveInput, TrainBackend
+from slime.train.backend import POLICY, Builder, ObjectiveInput, TrainBackend
 from slime.train.checkpoints.folder import CheckpointFolder, TrainState
 from slime.train.checkpoints.writer import CheckpointDraft
 from slime.train.losses.objectives import CustomObjective, supervised_loss, value_loss
-from slime.train.losses.policy import ABS_DIFF, ADVANTAGE_MAX, PolicyObjective, max_unmasked
-from slime.train.lr_schedule import Rates, RateSchedule
-from slime.train.samples.micro_batch import MicroBatch, mismatch
+from slime.train.losses.policy import PolicyObjective
+from slime.train.lr_schedule import rates_at
+from slime.train.samples.micro_batch import MicroBatch, Objective, mismatch
 from slime.train.samples.rollout_data import RolloutData, collect, report_nonfinite
-from slime.train.timers import Timers
 
 SKIPPED = "skipped_steps"
 """Metric: 1 for a step without an update, because its loss or gradient was not finite."""
-
-
-class NotFinite(Exception):
-    """Raised on all ranks when the loss or gradient is not finite; weights and moments are unchanged."""
-
-    def __init__(self, loss: float, grad_norm: float) -> None:
-        super().__init__(f"loss {loss}, gradient norm {grad_norm}")
-        self.loss = loss
-        self.grad_norm = grad_norm
-
-    def sentence(self, where: str, names: Sequence[str], rate: str) -> str:
-        """Format a warning for the user that lists the samples."""
-        causes = f": {'; '.join(names)}" if names else ""
-        return (
-            f"{where}: no update, the loss is {self.loss:g} and the gradient norm {self.grad_norm:g}{causes}; check "
-            f"the tokens, log-probs and rewards, or lower {rate}"
-        )
 
 
 class TrainedModel:
@@ -84,7 +66,8 @@ class TrainedModel:
         self.config = config
         self.backend = backend
         self.topology = backend.topology
-        self.rates = RateSchedule(config, without=without)
+        self._without = without
+        rates_at(config, 0, without=without)  # refuses a schedule without an end before the first step
         self.state = TrainState()
         if start.resumes and start.checkpoint is not None:
             self.state = CheckpointFolder(start.checkpoint).load(backend, config, sets=self.saved_sets)
@@ -111,21 +94,40 @@ class TrainedModel:
         reads: ObjectiveInput = "log_probs",
         entropy: bool = False,
     ) -> dict[str, float] | None:
-        """Run optimizer step `step_id` of a rollout; return its metrics.
+        """Run optimizer step `step_id` of a rollout over this rank's micro-batches; return the step's metrics.
 
-        Returns None for a step without an update, whose reason is added to `warnings`.
+        If the loss or gradient is not finite, weights and moments stay as they are on all ranks; returns None and adds
+        the reason to `warnings`.
         """
-        rates = self.rates.at(self.state.updates)
-        self.backend.begin_step(rollout_id, step_id, rates)
-        try:
-            metrics = train_step(self.backend, micro_batches, objective, rates, reads=reads, entropy=entropy)
-        except NotFinite as found:
+        backend, rates = self.backend, rates_at(self.config, self.state.updates, without=self._without)
+        backend.begin_step(rollout_id, step_id, rates)
+        totals = backend.forward_backward(micro_batches, objective, reads=reads, entropy=entropy)
+        norm = backend.clip_gradients().float().reshape(1)
+        # ranks may have different names, in any order; all values are copied to the host at once
+        world, found = self.topology.world, []
+        names, largest = sorted(world.union(totals.sums)), sorted(world.union(totals.maxima))
+        zero = norm.new_zeros(())
+        if names:
+            sums = torch.stack([totals.sums.get(name, zero).float() for name in names])
+            found.append(self.topology.total(sums))
+        if largest:
+            maxima = torch.stack([totals.maxima.get(name, zero).float() for name in largest])
+            found.append(self.topology.largest(maxima))
+        not_finite = world.max((~torch.isfinite(norm)).float())  # norms may differ between model parts
+        values = torch.cat([*found, norm, not_finite]).tolist()
+        metrics = dict(zip([*names, *largest, "grad_norm", SKIPPED], values, strict=True))
+        if metrics[SKIPPED] or not math.isfinite(metrics["loss"]):
+            backend.drop_gradients()
             parts = self.token_values(micro_batches)  # repeats the forward; all ranks take part
-            world, run_dir = self.topology.world, self.config.output_dir or "."
-            names = report_nonfinite(data, parts, self.values, world, rollout_id, run_dir)
-            where = f"{self.whose}rollout {rollout_id}, step {step_id}"
-            warnings.append(found.sentence(where, names, self.rate_flag))
+            run_dir = self.config.output_dir or "."
+            causes = "; ".join(report_nonfinite(data, parts, self.values, world, rollout_id, run_dir))
+            warnings.append(
+                f"{self.whose}rollout {rollout_id}, step {step_id}: no update, the loss is {metrics['loss']:g} and the "
+                f"gradient norm {metrics['grad_norm']:g}{causes and f': {causes}'}; check the tokens, log-probs and "
+                f"rewards, or lower {self.rate_flag}"
+            )
             return None
+        backend.update(rates)
         self.state.updates += 1
         named = {f"train/{self.named}{name}": value for name, value in metrics.items()}
         return named | {f"train/{self.named}lr-pg_0": rates.learning_rate}
@@ -134,40 +136,6 @@ class TrainedModel:
         """Prepare a checkpoint; nothing is written yet."""
         self.state.next_rollout_id = rollout_id + 1
         return CheckpointFolder.draft(folder, rollout_id, self.backend, self.state, self.config, sets=self.saved_sets)
-
-
-def train_step(
-    backend: TrainBackend,
-    micro_batches: Sequence[MicroBatch],
-    objective: Objective,
-    rates: Rates,
-    *,
-    reads: ObjectiveInput = "log_probs",
-    entropy: bool = False,
-) -> dict[str, float]:
-    """Run forward and backward over this rank's micro-batches, then one clipped update; return the step's metrics."""
-    totals = backend.forward_backward(micro_batches, objective, reads=reads, entropy=entropy)
-    grad_norm = backend.clip_gradients()
-    world = backend.topology.world
-    # ranks may have different names, in any order; all values are copied to the host at once
-    names, largest = sorted(world.union(totals.sums)), sorted(world.union(totals.maxima))
-    zero = grad_norm.float().new_zeros(())
-    found = []
-    if names:
-        sums = torch.stack([totals.sums.get(name, zero).float() for name in names])
-        found.append(backend.topology.total(sums))
-    if largest:
-        maxima = torch.stack([totals.maxima.get(name, zero).float() for name in largest])
-        found.append(backend.topology.largest(maxima))
-    norm = grad_norm.float().reshape(1)
-    not_finite = world.max((~torch.isfinite(norm)).float())  # norms may differ between model parts
-    values = torch.cat([*found, norm, not_finite]).tolist()
-    metrics = dict(zip([*names, *largest, "grad_norm", SKIPPED], values, strict=True))
-    if metrics[SKIPPED] or not math.isfinite(metrics["loss"]):
-        backend.drop_gradients()
-        raise NotFinite(metrics["loss"], metrics["grad_norm"])
-    backend.update(rates)
-    return metrics
 
 
 NAME = "old_actor"
@@ -237,26 +205,22 @@ class Actor(TrainedModel):
         if config.keep_old_actor:
             version = self.state.next_rollout_id if config.start_rollout_id is None else config.start_rollout_id
             self.old_policy = OldPolicy(self.backend, version=version, behind=max_versions_behind(config))
-        self._objective = PolicyObjective(config) if config.loss_type == "policy_loss" else None
+        self._policy_objective = PolicyObjective(config) if config.loss_type == "policy_loss" else None
         self._custom = CustomObjective(config) if config.loss_type == "custom_loss" else None
 
     # before the updates
 
-    def score(self, data: RolloutData, micro_batches: Sequence[MicroBatch], *, num_steps: int, timers: Timers) -> None:
-        """Compute the log-probs of the old policy, the reference and the teacher that are needed."""
-        if self._needs_own_log_probs(num_steps):
-            with timers.measure("log_probs", brings=True):
-                if self.old_policy is None:
-                    with_entropy = self.config.use_rollout_entropy
-                    self._forward_pass(POLICY, data, micro_batches, "log_probs", with_entropy=with_entropy)
-                else:
-                    self._forward_by_version(self.old_policy, data, micro_batches)
-        for name in OTHER_MODELS:
-            if name in self.backend.frozen:
-                with timers.measure(f"{name}_log_probs", brings=True):
-                    self._forward_pass(name, data, micro_batches, f"{name}_log_probs")
+    def score(self, weights: str, data: RolloutData, micro_batches: Sequence[MicroBatch]) -> None:
+        """Compute the log-probs of the old policy (`POLICY`), or of one of `OTHER_MODELS`."""
+        if weights != POLICY:
+            self._forward_pass(weights, data, micro_batches, f"{weights}_log_probs")
+        elif self.old_policy is None:
+            with_entropy = self.config.use_rollout_entropy
+            self._forward_pass(POLICY, data, micro_batches, "log_probs", with_entropy=with_entropy)
+        else:
+            self._forward_by_version(self.old_policy, data, micro_batches)
 
-    def _needs_own_log_probs(self, num_steps: int) -> bool:
+    def needs_own_log_probs(self, num_steps: int) -> bool:
         """True if the old policy needs a forward pass of its own before the updates."""
         config = self.config
         if config.loss_type == "custom_loss" or config.use_rollout_entropy or config.keep_old_actor:
@@ -327,17 +291,20 @@ class Actor(TrainedModel):
         warnings: list[str],
     ) -> dict[str, float]:
         """Run optimizer step `step_id` of the rollout; a step without an update adds its reason to `warnings`."""
-        if self._objective is not None:
-            self._objective.set_importance_scale(micro_batches, self.topology.data)
+        objective: Objective = self._policy_objective or supervised_loss
+        if self._custom is not None:
+            objective = partial(self._custom, data)
+        if self._policy_objective is not None:
+            self._policy_objective.set_importance_scale(micro_batches, self.topology.data)
         metrics = self.update(
             rollout_id,
             step_id,
             data,
             micro_batches,
-            partial(self._measure, data),
+            objective,
             warnings,
             reads="log_probs" if self._custom is None else "logits",
-            entropy=self._objective is not None,
+            entropy=self._policy_objective is not None,
         )
         if metrics is None:
             return self.idle_step(skipped=True)
@@ -353,19 +320,6 @@ class Actor(TrainedModel):
         self.state.step += 1
         counted = {"train/step": float(self.state.step - 1)}
         return counted | {f"train/{SKIPPED}": 1.0} if skipped else counted
-
-    def _measure(self, data: RolloutData, micro: MicroBatch, log_probs: Tensor, entropy: Tensor) -> LossOutcome:
-        """Compute the loss and metrics of a micro-batch."""
-        if self._custom is not None:
-            return LossOutcome(*self._custom(data, micro, log_probs))  # `log_probs` are logits here
-        if self._objective is None:
-            return LossOutcome(*supervised_loss(micro, log_probs))
-        loss, sums = self._objective(micro, log_probs, entropy)
-        maxima = {ADVANTAGE_MAX: max_unmasked(micro, micro.columns["advantages"].abs())}
-        gap = self._objective.max_log_prob_gap(micro, log_probs)
-        if micro.train_log_probs is None:
-            micro.train_log_probs = log_probs.detach()
-        return LossOutcome(loss, sums, maxima if gap is None else maxima | {f"{ABS_DIFF}_max": gap})
 
     # after the updates
 
@@ -406,10 +360,7 @@ class Critic(TrainedModel):
     ) -> list[dict[str, float]]:
         """Run one update per step; return metrics under the critic's names."""
 
-        def objective(micro: MicroBatch, values: Tensor, _entropy: Tensor) -> LossOutcome:
-            return LossOutcome(*value_loss(micro, values, value_clip=self.config.value_clip))
-
-        found = []
+        objective, found = partial(value_loss, value_clip=self.config.value_clip), []
         for step_id, step in enumerate(steps):
             self.state.step += 1
             metrics = self.update(rollout_id, step_id, data, step, objective, warnings)

@@ -30,7 +30,7 @@ from slime.train.backends.hf_buckets import HfBucket, HfExporter, HfTensor, Prev
 from slime.train.checkpoints.rank_files import MODEL, OPTIMIZER, SavedPart
 from slime.train.checkpoints.reader import SavedTensors
 from slime.train.lr_schedule import Rates
-from slime.train.samples.micro_batch import MicroBatch
+from slime.train.samples.micro_batch import LossOutcome, MicroBatch, Objective
 from slime.train.timers import RankProgress
 from slime.train.topology import Ranks, Topology
 
@@ -40,22 +40,6 @@ POLICY = "policy"
 
 ObjectiveInput = Literal["log_probs", "logits"]
 """Input of an objective: values [R] of the response tokens (log-probs, or a critic's values), or logits [1, T, V]."""
-
-
-@dataclass
-class LossOutcome:
-    """Result of an objective for one micro-batch: its share of the loss, partial sums and maxima (>= 0) of metrics."""
-
-    loss: Tensor
-    sums: dict[str, Tensor] = field(default_factory=dict)
-    maxima: dict[str, Tensor] = field(default_factory=dict)
-
-
-Objective = Callable[[MicroBatch, Tensor, Tensor], LossOutcome]
-"""Loss function of (micro-batch, values or logits, entropies [R]).
-
-The ranks of the last pipeline stage call it once for each micro-batch, in order.
-"""
 
 
 @dataclass

@@ -163,7 +163,8 @@ def test_policy_loss_and_gradient_match_float64_reference(case: str, seed: int, 
     sums = torch.cat([mask[slice_].sum().expand(n) for slice_, n in sequence_slices(lengths)])
     weights = mask / sums.clamp_min(1) / len(lengths)
     micro = MicroBatch(empty_row(lengths), list(range(len(lengths))), mask, weights, weights, share.scale, columns)
-    loss, metrics = PolicyObjective(config)(micro, log_probs, entropy)
+    outcome = PolicyObjective(config)(micro, log_probs, entropy)
+    loss, metrics = outcome.loss, outcome.sums
     (gradient,) = torch.autograd.grad(loss, log_probs, allow_unused=True)
 
     again = log_probs.detach().clone().requires_grad_()

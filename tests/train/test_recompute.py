@@ -18,11 +18,10 @@ from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, 
 
 from slime.config.initial_weights import InitialWeights
 from slime.errors import UserError
-from slime.train.backend import LossOutcome
 from slime.train.backends.fsdp.backend import recompute_layers
 from slime.train.backends.fsdp.builder import FSDPBuilder
 from slime.train.backends.fsdp.sharding import local_part
-from slime.train.samples.micro_batch import MicroBatch
+from slime.train.samples.micro_batch import LossOutcome, MicroBatch
 from slime.train.samples.packing import pack
 from slime.train.timers import RankProgress
 from tests.train.in_process import config_for, one_rank

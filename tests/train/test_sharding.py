@@ -14,13 +14,12 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from slime.config.initial_weights import InitialWeights
-from slime.train.backend import LossOutcome
 from slime.train.backends.fsdp.attention import ATTENTION_NAME, register_packed_attention
 from slime.train.backends.fsdp.builder import FSDPBuilder, build_sharded_topology
 from slime.train.backends.fsdp.packed_model import PolicyModel
 from slime.train.backends.fsdp.sharding import gather_full_tensor, local_part, set_gradient_sync, shard
 from slime.train.samples.batch import flatten_samples, make_train_batch
-from slime.train.samples.micro_batch import MicroBatch, StepShare, make_micro_batch
+from slime.train.samples.micro_batch import LossOutcome, MicroBatch, StepShare, make_micro_batch
 from slime.train.timers import RankProgress
 from slime.train.topology import Ranks
 from tests.peers import together

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from slime.config import Config
+from slime.config.initial_weights import InitialWeights
 from slime.data.sample import Sample
-from slime.train.actor import NotFinite, train_step
+from slime.train.actor import TrainedModel
 from slime.train.backend import StepTotals
+from slime.train.losses.objectives import supervised_loss
 from slime.train.microbatch_plan import build_schedule
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from slime.train.samples.dp_shards import rank_shares
@@ -100,15 +103,22 @@ def step_with_norm_of_rank(ranks: Ranks, norms: list[float]) -> str:
     alone = Ranks(0, 1, ranks.device)
     backend = SimpleNamespace(
         topology=Topology(ranks, ranks, alone, alone),
+        begin_step=lambda *_: None,
+        forward=lambda _: [],
         forward_backward=lambda *_, **__: StepTotals({"loss": torch.tensor(0.5)}),
         clip_gradients=lambda: torch.tensor(norms[ranks.rank]),
         drop_gradients=lambda: done.append("dropped"),
         update=lambda _: done.append("updated"),
     )
-    try:
-        train_step(backend, [], None, None)
-    except NotFinite:
+    warnings: list[str] = []
+    model = TrainedModel(Config(), backend, InitialWeights())
+    if model.update(0, 0, {}, [], supervised_loss, warnings) is None:
+        assert warnings == [
+            f"rollout 0, step 0: no update, the loss is 1 and the gradient norm {norms[ranks.rank]:g}; check the "
+            "tokens, log-probs and rewards, or lower --lr"
+        ]
         done.append("skipped")
+    assert model.state.updates == ("updated" in done)
     return " ".join(done)
 
 

@@ -22,7 +22,7 @@ from slime.config.plugins.view import plugin_args
 from slime.errors import UserError
 from slime.storage.json_types import JsonMapping
 from slime.train.losses.policy import PolicyObjective
-from slime.train.samples.micro_batch import MicroBatch
+from slime.train.samples.micro_batch import LossOutcome, MicroBatch
 from slime.train.samples.packing import pack
 from slime.train.samples.rollout_data import PER_TOKEN, RolloutData, batch_for_plugins
 
@@ -30,23 +30,19 @@ Metrics = dict[str, Tensor]
 LOSS_PARAMS = ("args", "batch", "logits", "sum_of_sample_mean")
 
 
-def supervised_loss(micro: MicroBatch, log_probs: Tensor) -> tuple[Tensor, Metrics]:
+def supervised_loss(micro: MicroBatch, log_probs: Tensor, _entropy: Tensor | None = None) -> LossOutcome:
     """Compute the negative log-likelihood of the unmasked response tokens."""
     loss = weighted_sum(-log_probs, micro.weights)
-    return loss, {"loss": loss.detach()}
+    return LossOutcome(loss, {"loss": loss.detach()})
 
 
-def value_loss(micro: MicroBatch, values: Tensor, *, value_clip: float) -> tuple[Tensor, Metrics]:
+def value_loss(micro: MicroBatch, values: Tensor, _entropy: Tensor | None = None, *, value_clip: float) -> LossOutcome:
     """Compute the squared error of the values against the returns, clipped around the old values."""
     token_loss, was_clipped = clipped_value_loss(
         values, micro.columns["values"], micro.columns["returns"], value_clip=value_clip
     )
-    loss = weighted_sum(token_loss, micro.weights)
-    return loss, {
-        "loss": loss.detach(),
-        "value_loss": loss.detach(),
-        "value_clipfrac": weighted_sum(was_clipped, micro.weights),
-    }
+    loss, clipped = weighted_sum(token_loss, micro.weights), weighted_sum(was_clipped, micro.weights)
+    return LossOutcome(loss, {"loss": loss.detach(), "value_loss": loss.detach(), "value_clipfrac": clipped})
 
 
 class CustomObjective:
@@ -59,10 +55,10 @@ class CustomObjective:
         self._config = config
         self._function = load_function(path, what="--custom-loss-function-path", params=LOSS_PARAMS)
 
-    def __call__(self, data: RolloutData, micro: MicroBatch, logits: Tensor) -> tuple[Tensor, Metrics]:
+    def __call__(self, data: RolloutData, micro: MicroBatch, logits: Tensor, _entropy: Tensor) -> LossOutcome:
         """Compute the loss; a row without samples contributes 0 but stays in the graph, so that ranks stay in step."""
         if not micro.positions:
-            return logits.sum() * 0.0, {}
+            return LossOutcome(logits.sum() * 0.0)
 
         def sum_of_sample_mean(values: Tensor) -> Tensor:
             return weighted_sum(values, micro.weights) / micro.scale
@@ -76,7 +72,7 @@ class CustomObjective:
             raise UserError(f"{self._path} must return (scalar loss tensor, dict of metrics)")
         scaled = {name: torch.as_tensor(value).detach().to(loss) * micro.scale for name, value in metrics.items()}
         loss = loss * micro.scale
-        return loss, {"loss": loss.detach(), **scaled}
+        return LossOutcome(loss, {"loss": loss.detach(), **scaled})
 
 
 Batch = JsonMapping
@@ -130,21 +126,24 @@ def policy_loss(config: Config, batch: Batch, logits: Tensor, reducer: Reducer) 
         chunk_rows=config.log_probs_chunk_size,
         with_entropy=True,
     )
-    return objective(_micro_batch(batch, log_probs, reducer), log_probs, entropy)
+    found = objective(_micro_batch(batch, log_probs, reducer), log_probs, entropy)
+    return found.loss, found.sums
 
 
 def sft_loss(config: Config, batch: Batch, logits: Tensor, reducer: Reducer) -> tuple[Tensor, Metrics]:
     """Compute the negative log-likelihood at temperature 1, because the tokens were not sampled."""
     chunk_rows = config.log_probs_chunk_size
     log_probs, _ = response_log_probs(logits, batch, temperature=1.0, chunk_rows=chunk_rows, with_entropy=False)
-    return supervised_loss(_micro_batch(batch, log_probs, reducer), log_probs)
+    found = supervised_loss(_micro_batch(batch, log_probs, reducer), log_probs)
+    return found.loss, found.sums
 
 
 def critic_loss(config: Config, batch: Batch, outputs: Tensor, reducer: Reducer) -> tuple[Tensor, Metrics]:
     """Compute the value loss of `outputs` [1, T, 1] against the batch's returns, clipped around its values."""
     rows = response_rows(outputs, batch["unconcat_tokens"], batch["total_lengths"], batch["response_lengths"])
     values = torch.cat([part.squeeze(-1) for part, _ in rows])
-    return value_loss(_micro_batch(batch, values, reducer), values, value_clip=config.value_clip)
+    found = value_loss(_micro_batch(batch, values, reducer), values, value_clip=config.value_clip)
+    return found.loss, found.sums
 
 
 def _micro_batch(batch: Batch, like: Tensor, reducer: Reducer) -> MicroBatch:

@@ -34,11 +34,9 @@ from slime.config.algorithm import uses_importance_weights, uses_optional_import
 from slime.config.plugins import load_function
 from slime.config.plugins.view import plugin_args
 from slime.errors import UserError
-from slime.train.samples.micro_batch import MicroBatch
+from slime.train.samples.micro_batch import LossOutcome, MicroBatch
 from slime.train.topology import RankSum
 
-ABS_DIFF = "train_rollout_logprob_abs_diff"
-ADVANTAGE_MAX = "advantages_abs_max"
 Metrics = dict[str, Tensor]
 
 
@@ -64,13 +62,13 @@ class PolicyObjective:
                 params=("total_lengths", "response_lengths", "loss_masks"),
             )
 
-    def __call__(self, micro: MicroBatch, log_probs: Tensor, entropy: Tensor) -> tuple[Tensor, Metrics]:
-        """Compute the loss, and metrics that are partial sums of this micro-batch."""
+    def __call__(self, micro: MicroBatch, log_probs: Tensor, entropy: Tensor) -> LossOutcome:
+        """Compute the loss and its metrics; the first training forward becomes the micro-batch's `train_log_probs`."""
         config = self._config
         if config.use_rollout_logprobs:
             old = _rollout_log_probs(micro, "--use-rollout-logprobs")
         else:
-            old = self.own_log_probs(micro, log_probs)
+            old = self._own_log_probs(micro, log_probs)
         log_ratio = log_probs - old
         if config.policy_loss == GSPO:
             log_ratio = sequence_log_ratio(log_probs, old, micro.mask, micro.lengths)
@@ -119,22 +117,20 @@ class PolicyObjective:
                 kl_loss = weighted_sum(kl, weights)
             loss = loss + config.kl_loss_coef * kl_loss if config.kl_loss_coef else loss
             metrics["kl_loss"] = kl_loss.detach()
+        maxima = {"advantages_abs_max": _max_unmasked(micro, advantages.abs())}
         if "rollout_log_probs" in micro.columns:
-            gap = self.own_log_probs(micro, log_probs) - micro.columns["rollout_log_probs"]
-            metrics[ABS_DIFF] = weighted_sum(gap.abs(), micro.weights)
+            gap = (self._own_log_probs(micro, log_probs) - micro.columns["rollout_log_probs"]).abs()
+            metrics["train_rollout_logprob_abs_diff"] = weighted_sum(gap, micro.weights)
+            maxima["train_rollout_logprob_abs_diff_max"] = _max_unmasked(micro, gap)
         metrics["loss"] = loss.detach()
-        return loss, metrics
+        if micro.train_log_probs is None:
+            micro.train_log_probs = log_probs.detach()
+        return LossOutcome(loss, metrics, maxima)
 
-    def own_log_probs(self, micro: MicroBatch, log_probs: Tensor) -> Tensor:
+    def _own_log_probs(self, micro: MicroBatch, log_probs: Tensor) -> Tensor:
         """Return the trainer's log-probs from before the rollout's first update; by default those of this forward."""
         own = micro.columns.get("log_probs")
         return log_probs.detach() if own is None else own
-
-    def max_log_prob_gap(self, micro: MicroBatch, log_probs: Tensor) -> Tensor | None:
-        """Compute the largest |train - rollout| log-prob difference over the unmasked tokens."""
-        if "rollout_log_probs" not in micro.columns:
-            return None
-        return max_unmasked(micro, (self.own_log_probs(micro, log_probs) - micro.columns["rollout_log_probs"]).abs())
 
     # corrections
 
@@ -188,7 +184,7 @@ class PolicyObjective:
         config, everything = self._config, torch.ones_like(micro.mask)
         if not self._corrects or not self._has_rollout_log_probs(micro):
             return token_loss, everything, {}
-        train, rollout = self.own_log_probs(micro, log_probs), micro.columns["rollout_log_probs"]
+        train, rollout = self._own_log_probs(micro, log_probs), micro.columns["rollout_log_probs"]
         metrics = {"ois": weighted_sum(torch.exp(log_ratio.detach()), micro.weights)}
         changed, kept = token_loss, everything
         if self._custom_correction is not None:
@@ -255,6 +251,6 @@ def _rollout_log_probs(micro: MicroBatch, flag: str) -> Tensor:
     return micro.columns["rollout_log_probs"]
 
 
-def max_unmasked(micro: MicroBatch, values: Tensor) -> Tensor:
+def _max_unmasked(micro: MicroBatch, values: Tensor) -> Tensor:
     """Compute the maximum of non-negative values over the unmasked tokens."""
     return torch.where(micro.weights != 0, values, torch.zeros_like(values)).max()

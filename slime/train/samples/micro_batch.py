@@ -9,7 +9,7 @@ trained token depends on these.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -103,6 +103,22 @@ class MicroBatch:
         if not self.positions:
             return []
         return list(zip(self.positions, values.detach().float().cpu().split(self.lengths), strict=True))
+
+
+@dataclass
+class LossOutcome:
+    """Result of an objective for one micro-batch: its share of the loss, partial sums and maxima (>= 0) of metrics."""
+
+    loss: Tensor
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+
+
+Objective = Callable[[MicroBatch, Tensor, Tensor], LossOutcome]
+"""Loss function of (micro-batch, values or logits, entropies [R]).
+
+The ranks of the last pipeline stage call it once for each micro-batch, in order.
+"""
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ from slime.train.backend import (
     OPTIMIZER_STATE,
     POLICY,
     NamedTensor,
-    Objective,
     ObjectiveInput,
     StepTotals,
     TokenScores,
@@ -70,7 +69,7 @@ from slime.train.backends.fsdp.state import (
 from slime.train.backends.hf_buckets import HfBucket, PreviousExport
 from slime.train.checkpoints.rank_files import MODEL, OPTIMIZER, SavedPart
 from slime.train.checkpoints.reader import SavedTensors
-from slime.train.samples.micro_batch import MicroBatch
+from slime.train.samples.micro_batch import MicroBatch, Objective
 from slime.train.timers import RankProgress
 from slime.train.topology import Topology
 

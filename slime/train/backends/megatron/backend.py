@@ -24,7 +24,6 @@ from slime.train.backend import (
     OPTIMIZER_STATE,
     POLICY,
     NamedTensor,
-    Objective,
     ObjectiveInput,
     StepTotals,
     TokenScores,
@@ -50,7 +49,7 @@ from slime.train.backends.megatron.weights import ModelFolder, global_buffers, g
 from slime.train.checkpoints.rank_files import MODEL, OPTIMIZER, SavedPart
 from slime.train.checkpoints.reader import SavedTensors
 from slime.train.lr_schedule import Rates
-from slime.train.samples.micro_batch import MicroBatch
+from slime.train.samples.micro_batch import MicroBatch, Objective
 from slime.train.timers import RankProgress
 
 if TYPE_CHECKING:
