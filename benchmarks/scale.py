@@ -209,7 +209,7 @@ def receive(fds: Sequence[int]) -> None:
         while True:
             for place in listening.ready(3600.0):
                 request = channels[place].recv(None)
-                kept[place] = TrainBatch.from_message(open_share(request["params"]["data"])["batch"])
+                kept[place] = open_share(request["params"]["data"])
                 perf = {"perf/data_preprocess_time": 0.0, "perf/train_time": 0.0}
                 result = {"metrics": [], "rollout_metrics": perf, "logged": [], "warnings": [], "is_skipped": False}
                 result["mib"] = status("VmHWM") / 2**20

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -27,20 +28,19 @@ from slime.errors import UserError
 from slime.models.peft_adapter import write_adapter
 from slime.models.shape import count_parameters
 from slime.storage.json_types import JsonObject
-from slime.train.actor import Actor, Critic
-from slime.train.backend import Builder
+from slime.train.actor import OTHER_MODELS, Actor, Critic
+from slime.train.backend import POLICY, Builder
 from slime.train.backends.attention import prepare_attention
 from slime.train.checkpoints.writer import BackgroundSave, begin, commit
 from slime.train.losses.advantages import set_advantages
 from slime.train.offload import TrainerOffload
-from slime.train.samples.batch import TrainBatch
 from slime.train.samples.dp_shards import Share, open_share
 from slime.train.samples.micro_batch import MicroBatch, StepShare, make_micro_batch
 from slime.train.samples.rollout_data import (
+    PER_TOKEN,
     RolloutData,
     check_columns_finite,
     collect,
-    distribute,
     dump_rows,
     make_rollout_data,
 )
@@ -124,6 +124,7 @@ class Trainer:
     @verb("nothing")
     def train(self, rollout_id: int, data: Share) -> JsonObject:
         """Run all optimizer steps of one rollout; `data` is this rank's part from `rank_shares`, or its location."""
+        config, actor, plans = self.config, self.actor, data["steps"]
         self.timers.clear()
         if self.sleeper is not None:
             self.sleeper.wake()
@@ -134,24 +135,53 @@ class Trainer:
             self.timers.measure("train"),
             forward_metrics_to(lambda metrics, step_key: logged.append((metrics, step_key))),
         ):
+            # samples as packed micro-batches, and as columns for hooks
             with self.timers.measure("data_preprocess"):
-                data = open_share(data)
-                batch = TrainBatch.from_message(data["batch"])
-                steps = self._micro_batches(batch, data["steps"])
+                batch, total_rollouts = open_share(data), sum(plan["num_rollouts"] for plan in plans)
+                pack = partial(
+                    make_micro_batch,
+                    batch,
+                    total_rollouts=total_rollouts,
+                    device=self.ranks.device,
+                    multiple=self.topology.context.size,
+                    repeats_routing=config.use_routing_replay,
+                    share_prompts=shares_prompts(config),
+                )
+                steps = []
+                for plan in plans:
+                    share = StepShare(
+                        num_rollouts=plan["num_rollouts"],
+                        num_tokens=plan["num_tokens"] if config.loss_aggregation == "token_mean" else None,
+                        constant_length=(
+                            config.rollout_max_response_len if config.loss_aggregation == "constant" else None
+                        ),
+                    )
+                    steps.append([pack(positions, share) for positions in plan["micro_batches"]])
                 columns = make_rollout_data(batch)
             if self.sleeper is not None:
                 self.sleeper.load_rest()  # after the samples are on the device
             flat = [micro for step in steps for micro in step]
-            warnings = [] if self.config.loss_type == "sft_loss" else self._prepare(rollout_id, columns, steps)
+            # log-probs, values and advantages from before the first update
+            warnings = [] if config.loss_type == "sft_loss" else self._prepare(rollout_id, columns, flat, len(steps))
+            # updates of the critic, then of the policy
+            metrics: list[dict[str, float]] = [{} for _ in steps]
             is_skipped = bool(warnings)
-            if is_skipped:
-                metrics = [self.actor.idle_step(skipped=True) for _ in steps]
+            if not is_skipped and self.critic is not None:
+                with self.timers.measure("critic_train"):
+                    metrics = self.critic.train(rollout_id, columns, steps, warnings=warnings)
+            if is_skipped or (self.critic is not None and rollout_id < config.num_critic_only_steps):
+                metrics = [found | actor.idle_step(skipped=is_skipped) for found in metrics]
             else:
-                metrics = self._optimize(rollout_id, columns, steps, warnings)
-                for step_metrics, plan in zip(metrics, data["steps"], strict=True):
-                    step_metrics["train/global_batch_size"] = float(plan["num_rollouts"])
+                if config.reset_optimizer_states:
+                    actor.backend.reset_optimizer_state()
+                with self.timers.measure("actor_train"):
+                    for step_id, (found, step) in enumerate(zip(metrics, steps, strict=True)):
+                        found |= actor.train(rollout_id, columns, step, step_id=step_id, warnings=warnings)
+            if not is_skipped:
+                for found, plan in zip(metrics, plans, strict=True):
+                    found["train/global_batch_size"] = float(plan["num_rollouts"])
             rollout_metrics = self._rollout_metrics(columns, flat)
-        self.actor.finish_rollout(rollout_id)
+        actor.finish_rollout(rollout_id)
         if self.sleeper is not None:
             self.sleeper.begin()
         rollout_metrics |= self.timers.metrics(data["num_tokens"])
@@ -162,7 +192,7 @@ class Trainer:
             "warnings": warnings,
             "is_skipped": is_skipped,
         }
-        if self.config.save_debug_train_data is not None:
+        if config.save_debug_train_data is not None:
             answer["dump"] = dump_rows(columns, rank=self.ranks.rank)
         return answer
 
@@ -249,44 +279,21 @@ class Trainer:
         save_hf(backend, source, path, dtype=self.dtype, buffer_size=size, beside=beside)
         return path
 
-    def _micro_batches(self, batch: TrainBatch, plans: list[JsonObject]) -> list[list[MicroBatch]]:
-        """Pack the micro-batches of each step."""
-        aggregation = self.config.loss_aggregation
-        total_rollouts = sum(plan["num_rollouts"] for plan in plans)
-        steps = []
-        for plan in plans:
-            share = StepShare(
-                num_rollouts=plan["num_rollouts"],
-                num_tokens=plan["num_tokens"] if aggregation == "token_mean" else None,
-                constant_length=self.config.rollout_max_response_len if aggregation == "constant" else None,
-            )
-            steps.append(
-                [
-                    make_micro_batch(
-                        batch,
-                        positions,
-                        share,
-                        total_rollouts,
-                        self.ranks.device,
-                        multiple=self.topology.context.size,
-                        repeats_routing=self.config.use_routing_replay,
-                        share_prompts=shares_prompts(self.config),
-                    )
-                    for positions in plan["micro_batches"]
-                ]
-            )
-        return steps
-
-    def _prepare(self, rollout_id: int, data: RolloutData, steps: list[list[MicroBatch]]) -> list[str]:
+    def _prepare(
+        self, rollout_id: int, data: RolloutData, micro_batches: list[MicroBatch], num_steps: int
+    ) -> list[str]:
         """Compute log-probs, values and advantages before the first update.
 
         Returns the reasons not to train on the rollout, if the models' numbers for it are not finite.
         """
-        config, flat = self.config, [micro for step in steps for micro in step]
-        self.actor.score(data, flat, num_steps=len(steps), timers=self.timers)
+        config, actor = self.config, self.actor
+        names = [POLICY] if actor.needs_own_log_probs(num_steps) else []
+        for weights in [*names, *(other for other in OTHER_MODELS if other in actor.backend.frozen)]:
+            with self.timers.measure("log_probs" if weights == POLICY else f"{weights}_log_probs", brings=True):
+                actor.score(weights, data, micro_batches)
         if self.critic is not None:
             with self.timers.measure("values", brings=True):
-                collect(data, "values", self.critic.token_values(flat))
+                collect(data, "values", self.critic.token_values(micro_batches))
         run_dir = config.output_dir or "."
         if names := check_columns_finite(data, self.ranks, rollout_id=rollout_id, run_dir=run_dir):
             return [f"rollout {rollout_id}: no update: {'; '.join(names)}; check the tokens, or lower --lr"]
@@ -302,25 +309,11 @@ class Trainer:
                 f"rollout {rollout_id}: {'; '.join(names)}; no update was made: check the rewards and the functions "
                 "that change advantages"
             )
-        distribute(data, flat)
+        for micro in micro_batches:
+            for name in PER_TOKEN:
+                if name in data:
+                    micro.take(name, data[name])
         return []
-
-    def _optimize(
-        self, rollout_id: int, data: RolloutData, steps: list[list[MicroBatch]], warnings: list[str]
-    ) -> list[dict[str, float]]:
-        """Update the critic and the policy; return the metrics of each step."""
-        merged: list[dict[str, float]] = [{} for _ in steps]
-        if self.critic is not None:
-            with self.timers.measure("critic_train"):
-                merged = self.critic.train(rollout_id, data, steps, warnings=warnings)
-            if rollout_id < self.config.num_critic_only_steps:
-                return [metrics | self.actor.idle_step() for metrics in merged]
-        if self.config.reset_optimizer_states:
-            self.actor.backend.reset_optimizer_state()
-        with self.timers.measure("actor_train"):
-            for step_id, (metrics, step) in enumerate(zip(merged, steps, strict=True)):
-                metrics |= self.actor.train(rollout_id, data, step, step_id=step_id, warnings=warnings)
-        return merged
 
     def _rollout_metrics(self, data: RolloutData, micro_batches: list[MicroBatch]) -> dict[str, float]:
         """Average the per-token columns over the rollout."""

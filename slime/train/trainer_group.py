@@ -122,7 +122,7 @@ class TrainerGroup:
             is_custom = config.custom_convert_samples_to_train_data_path is not None
             convert = make_custom_batch if is_custom else make_train_batch
             fresh = convert(config, flatten_samples(samples_by_group))
-            batch = prepend_carried(self._carried, fresh)
+            batch = fresh if self._carried is None else prepend_carried(self._carried, fresh)
             if not any(fresh.response_lengths):
                 logger.warning(
                     "rollout %d has no response token in any of its %d samples: it is not trained on",

@@ -14,7 +14,7 @@ from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.train.microbatch_plan import build_schedule
 from slime.train.samples.batch import TrainBatch, batch_metrics, flatten_samples, make_train_batch
-from slime.train.samples.dp_shards import rank_shares
+from slime.train.samples.dp_shards import open_share, rank_shares
 from tests.train.tiny_training import make_samples
 
 
@@ -217,10 +217,10 @@ def test_message_round_trip_with_one_array_per_column() -> None:
     batch = make_train_batch(config(), samples)
     message = batch.to_message()
     assert message["tokens"]["values"].shape == (sum(batch.total_lengths),)
-    again = TrainBatch.from_message(message)
+    again = open_share({"batch": message})
     np.testing.assert_equal(again.to_dict(), batch.to_dict())
     assert all(part.flags.writeable for part in again.tokens)  # hooks may modify their arrays
-    nothing = TrainBatch.from_message(batch.select([]).to_message())
+    nothing = open_share({"batch": batch.select([]).to_message()})
     assert (len(nothing), nothing.tokens, nothing.loss_masks) == (0, [], [])
 
 
@@ -262,7 +262,7 @@ def test_rank_shares_sum_each_loss_mask_once(ranks: int) -> None:
     for number in range(2):
         expected = sum(counts[position] for position in schedule.steps[number].positions)
         assert [share["steps"][number]["num_tokens"] for share in shares] == [expected] * ranks
-    sent = [TrainBatch.from_message(share["batch"]) for share in shares]
+    sent = [open_share(share) for share in shares]
     assert sorted(index for part in sent for index in part.sample_indices) == list(range(12))
 
 

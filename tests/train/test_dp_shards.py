@@ -21,7 +21,7 @@ from slime.cluster.rpc.channel import Channel, channel_pair
 from slime.config import Config
 from slime.data.sample import Sample
 from slime.train.microbatch_plan import build_schedule
-from slime.train.samples.batch import TrainBatch, make_train_batch
+from slime.train.samples.batch import make_train_batch
 from slime.train.samples.dp_shards import ShardTransfer, Share, open_share, rank_shares
 from tests.small_disk import small_disk
 
@@ -99,11 +99,10 @@ def test_share_is_identical_through_shared_memory_and_channel(
         assert all(data.keys() == {*share, "places"} for data, share in zip(given, shares, strict=True))
     arena.close()
     sent = [through_channel(share) for share in shares]
-    for mapped, received, share in zip(opened, sent, shares, strict=True):
-        assert {**mapped, "batch": None} == {**received, "batch": None}
-        batch = TrainBatch.from_message(mapped["batch"])
-        assert_identical(batch.to_dict(), TrainBatch.from_message(received["batch"]).to_dict())
-        np.testing.assert_equal(batch.to_dict(), TrainBatch.from_message(share["batch"]).to_dict())
+    for batch, data, received, share in zip(opened, given, sent, shares, strict=True):
+        assert {**data, "batch": None, "places": None} == {**received, "batch": None, "places": None}
+        assert_identical(batch.to_dict(), open_share(received).to_dict())
+        np.testing.assert_equal(batch.to_dict(), open_share(share).to_dict())
         for place, index in enumerate(batch.sample_indices):
             np.testing.assert_array_equal(batch.tokens[place], samples[index].token_array())
             np.testing.assert_array_equal(batch.rollout_log_probs[place], samples[index].rollout_log_probs)
@@ -130,7 +129,7 @@ def test_ranks_get_changes_made_after_samples_were_kept(tmp_path: Path) -> None:
     samples[2].rollout_log_probs[0] = -0.5
     samples[3].append_response_tokens(tokens=[7], log_probs=[-0.25])
     with ShardTransfer(arena).given(shares_of(samples, ranks=2), [True, True]) as given:
-        batches = [TrainBatch.from_message(open_share(data)["batch"]) for data in given]
+        batches = [open_share(data) for data in given]
     found = {
         index: (batch.tokens[i], batch.loss_masks[i], batch.rollout_log_probs[i])
         for batch in batches
@@ -153,7 +152,7 @@ def test_constant_masks_take_no_space(tmp_path: Path) -> None:
     (share,) = shares_of([sample, make_samples([5])[0]], ranks=1)
     with ShardTransfer(SharedArena(tmp_path)).given([share], [True]) as (data,):
         assert sum(map(os.path.getsize, data["places"]["paths"].values())) < 8 * 100_000 + 5_000
-        batch = TrainBatch.from_message(open_share(data)["batch"])
+        batch = open_share(data)
     masks = dict(zip(batch.sample_indices, batch.loss_masks, strict=True))
     assert (masks[9].strides, masks[9].dtype, masks[9].sum()) == ((0,), np.int8, 100_000)
 

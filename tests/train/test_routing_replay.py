@@ -24,6 +24,7 @@ from slime.train.backends.fsdp.packed_model import PolicyModel
 from slime.train.backends.fsdp.routing_replay import SCORINGS
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from slime.train.samples.carryover import prepend_carried
+from slime.train.samples.dp_shards import open_share
 from slime.train.samples.micro_batch import UNKNOWN, Routing, given_experts, mismatch
 from slime.train.samples.packing import PackedRow, pack
 from slime.train.topology import Ranks
@@ -300,7 +301,7 @@ def test_rejects_missing_routing_except_for_removed_or_carried_samples(moe_folde
     samples = flatten_samples(routed_samples(random_rows))
     batch = make_train_batch(config, [bare, *samples])
     assert [rows.shape for rows in batch.rollout_routed_experts[:2]] == [(0, 3, 3), (samples[0].total_length - 1, 3, 3)]
-    again = type(batch).from_message(batch.to_message())
+    again = open_share({"batch": batch.to_message()})
     for sent, come in zip(batch.rollout_routed_experts, again.rollout_routed_experts, strict=True):
         assert come.dtype == np.uint8
         assert np.array_equal(sent, come)

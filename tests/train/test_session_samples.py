@@ -15,7 +15,8 @@ from slime.data.sample import Sample
 from slime.data.validation import BadSample, Bounds, check_sample
 from slime.errors import UserError
 from slime.train.losses.advantages import set_advantages
-from slime.train.samples.batch import TrainBatch, flatten_samples, make_train_batch
+from slime.train.samples.batch import flatten_samples, make_train_batch
+from slime.train.samples.dp_shards import open_share
 from slime.train.samples.rollout_data import make_rollout_data
 from tests.agent.byte_template import assistant, sampled, user
 from tests.agent.test_session import Talk, base_sample
@@ -67,7 +68,7 @@ def sample_with_turn_rewards(reward: float | None) -> tuple[Sample, list[int]]:
 def test_turn_rewards_apply_at_the_end_of_their_turns(estimator: str, reward: float | None, at_the_end: float) -> None:
     sample, ends = sample_with_turn_rewards(reward)
     own = config(advantage_estimator=estimator, gamma=1.0, lambd=1.0)
-    batch = TrainBatch.from_message(make_train_batch(own, [sample]).to_message())
+    batch = open_share({"batch": make_train_batch(own, [sample]).to_message()})
     data = make_rollout_data(batch)
     data["values"] = [torch.zeros(sample.response_length)]
     set_advantages(own, data, ranks=None)  # type: ignore[arg-type]

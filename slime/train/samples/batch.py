@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain, count, islice
+from itertools import chain, count, islice
 from operator import itemgetter
 from typing import Any
 
@@ -119,6 +119,7 @@ class TrainBatch:
         """Convert to a message for other processes, with one array per column instead of one per sample.
 
         Nothing is copied before it is sent; arrays whose numbers are all equal, as in most masks, take no space.
+        `open_share` (`dp_shards.py`) inverts it.
         """
         columns = self.to_dict()
         for name in BY_TOKEN:
@@ -131,22 +132,6 @@ class TrainBatch:
                 joined = ConcatenatedArrays(others, dtype)
                 columns[name] = {"lengths": list(map(len, parts)), "constant": constant, "values": joined}
         return columns
-
-    @classmethod
-    def from_message(cls, message: JsonObject) -> TrainBatch:
-        """Invert `to_message`; the samples' arrays are views of the columns' arrays, or taken from a column's list."""
-        columns = dict(message)
-        for name in BY_TOKEN:
-            if not isinstance(column := columns[name], dict):
-                continue
-            lengths, constant, values = column["lengths"], column["constant"], column["values"]
-            whole = values.whole() if isinstance(values, ConcatenatedArrays) else values
-            real = [length for place, length in enumerate(lengths) if place not in constant]
-            if len(whole) != sum(real):
-                raise ValueError(f"a column has {len(whole)} numbers, but its parts have {sum(real)}")
-            parts = [whole[end - length : end] for end, length in zip(accumulate(real), real, strict=True)]
-            columns[name] = merge_constants(parts, lengths, constant, whole.dtype)
-        return cls(**columns)
 
     def to_dict(self) -> JsonObject:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -374,19 +359,6 @@ def _loss_masks(
     for place, total in zip(unknown, mask_totals([masks[place] for place in unknown]), strict=True):
         totals[place] = total
     return masks, totals
-
-
-def merge_constants(
-    parts: Sequence[np.ndarray], lengths: Sequence[int], constant: dict[int, float], dtype: np.dtype
-) -> list[np.ndarray]:
-    """Merge constant parts, which take no memory, into the other parts of a column, in their order."""
-    if not constant:
-        return list(parts)
-    fills = {value: np.broadcast_to(dtype.type(value), (max(lengths),)) for value in set(constant.values())}
-    others = iter(parts)
-    return [
-        fills[constant[place]][:length] if place in constant else next(others) for place, length in enumerate(lengths)
-    ]
 
 
 def _group_and_rollout_ids(

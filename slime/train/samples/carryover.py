@@ -32,10 +32,8 @@ def carried_path(folder: str | Path, rollout_id: int) -> Path:
     return Path(folder) / "rollout" / f"carried_{rollout_id}.msgpack"
 
 
-def prepend_carried(carried: TrainBatch | None, fresh: TrainBatch) -> TrainBatch:
+def prepend_carried(carried: TrainBatch, fresh: TrainBatch) -> TrainBatch:
     """Put carried rows in front of fresh ones; carried rollouts whose ids clash with fresh ones get new ids."""
-    if carried is None:
-        return fresh
     taken = set(fresh.rollout_ids)
     unused = max([*fresh.rollout_ids, *carried.rollout_ids], default=-1) + 1
     renamed: dict[int, int] = {}

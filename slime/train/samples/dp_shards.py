@@ -12,7 +12,7 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from itertools import count, islice
+from itertools import accumulate, count, islice
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from slime.cluster.memory.arena import SharedArena, SharedMemoryFull, read_place
 from slime.cluster.rpc.messages import ConcatenatedArrays
 from slime.storage.json_types import JsonObject
 from slime.train.microbatch_plan import Schedule
-from slime.train.samples.batch import BY_TOKEN, TrainBatch, merge_constants
+from slime.train.samples.batch import BY_TOKEN, TrainBatch
 
 logger = logging.getLogger(__name__)
 
@@ -52,47 +52,53 @@ def rank_shares(batch: TrainBatch, schedule: Schedule) -> list[Share]:
     return shares
 
 
-def open_share(data: Share) -> Share:
-    """Open a share on its rank; places in shared memory become lists of the arrays that are there."""
-    if "places" not in data:
-        return data
-    share = dict(data)
-    batch = share["batch"] = dict(share["batch"])
-    names = [name for name in BY_TOKEN if batch[name] is not None]
-    sizes = []  # the bytes of each array that is not constant
-    for column in (batch[name] for name in names):
-        real = [length for place, length in enumerate(column["lengths"]) if place not in column["constant"]]
-        width, dtypes = math.prod(column["rows"]), column["dtypes"]
-        if dtypes is None:
-            width *= np.dtype(column["dtype"]).itemsize
-            sizes += [length * width for length in real]
-        else:
-            sizes += [length * width * np.dtype(own).itemsize for length, own in zip(real, dtypes, strict=True)]
-    arrays = iter(read_places(share.pop("places"), sizes))
+def open_share(share: Share) -> TrainBatch:
+    """Return the samples of a share on its rank, as views of the message's arrays or of those in shared memory."""
+    columns = dict(share["batch"])
+    names = [name for name in BY_TOKEN if columns[name] is not None]
+    lengths = {}  # of the arrays that are not constant
     for name in names:
-        lengths, constant, rows = batch[name]["lengths"], batch[name]["constant"], batch[name]["rows"]
-        dtype, dtypes = np.dtype(batch[name]["dtype"]), batch[name]["dtypes"]
-        found = list(islice(arrays, len(lengths) - len(constant)))
-        if dtypes is None:
-            found = [one.view(dtype) for one in found]
+        constant = columns[name]["constant"]
+        lengths[name] = [length for place, length in enumerate(columns[name]["lengths"]) if place not in constant]
+    placed: Iterator[np.ndarray] = iter(())
+    if "places" in share:
+        sizes = []
+        for name in names:
+            width, dtypes = math.prod(columns[name]["rows"]), columns[name]["dtypes"]
+            if dtypes is None:
+                width *= np.dtype(columns[name]["dtype"]).itemsize
+                sizes += [length * width for length in lengths[name]]
+            else:
+                pairs = zip(lengths[name], dtypes, strict=True)
+                sizes += [length * width * np.dtype(own).itemsize for length, own in pairs]
+        placed = iter(read_places(share["places"], sizes))
+    for name in names:
+        column, real = columns[name], lengths[name]
+        if "places" in share:
+            dtype, parts = np.dtype(column["dtype"]), list(islice(placed, len(real)))
+            if column["dtypes"] is None:
+                parts = [one.view(dtype) for one in parts]
+            else:
+                parts = [one.view(own).astype(dtype) for one, own in zip(parts, column["dtypes"], strict=True)]
+            if column["rows"]:
+                parts = [one.reshape(-1, *column["rows"]) for one in parts]
         else:
-            found = [one.view(own).astype(dtype) for one, own in zip(found, dtypes, strict=True)]
-        shaped = [one.reshape(-1, *rows) for one in found] if rows else found
-        batch[name] = merge_constants(shaped, lengths, constant, dtype)
-    return share
-
-
-def column_layout(lengths: list[int], constant: dict[int, float], values: ConcatenatedArrays) -> JsonObject:
-    """Describe a column whose arrays are in shared memory, as a message.
-
-    `dtype` is the common dtype to convert to, `dtypes` that of each array that is not constant, if they differ, and
-    `rows` the shape of a token's entry.
-    """
-    dtypes = [part.dtype.str for part in values.parts] if values.is_mixed else None
-    return {
-        "lengths": lengths, "constant": constant, "dtype": values.dtype.str, "dtypes": dtypes,
-        "rows": list(values.rows),
-    }  # fmt: skip
+            values = column["values"]
+            whole = values.whole() if isinstance(values, ConcatenatedArrays) else values
+            if len(whole) != sum(real):
+                raise ValueError(f"a column has {len(whole)} numbers, but its parts have {sum(real)}")
+            dtype = whole.dtype
+            parts = [whole[end - length : end] for end, length in zip(accumulate(real), real, strict=True)]
+        if constant := column["constant"]:  # these take no memory
+            longest = (max(column["lengths"]),)
+            fills = {value: np.broadcast_to(dtype.type(value), longest) for value in set(constant.values())}
+            others = iter(parts)
+            parts = [
+                fills[constant[place]][:length] if place in constant else next(others)
+                for place, length in enumerate(column["lengths"])
+            ]
+        columns[name] = parts
+    return TrainBatch(**columns)
 
 
 class ShardTransfer:
@@ -113,9 +119,17 @@ class ShardTransfer:
         for key, share in {id(share): share for share, is_here in zip(shares, here, strict=True) if is_here}.items():
             begin, batch = len(arrays), dict(share["batch"])
             for name in BY_TOKEN:
-                if (column := batch[name]) is not None:
-                    batch[name] = column_layout(**column)
-                    arrays += column["values"].parts
+                if batch[name] is None:
+                    continue
+                values = batch[name]["values"]
+                batch[name] = {
+                    "lengths": batch[name]["lengths"],
+                    "constant": batch[name]["constant"],
+                    "dtype": values.dtype.str,  # the common dtype to convert to
+                    "dtypes": [part.dtype.str for part in values.parts] if values.is_mixed else None,  # of each array
+                    "rows": list(values.rows),  # the shape of a token's entry
+                }
+                arrays += values.parts
             drafts[key] = {**share, "batch": batch}, begin, len(arrays)
         with ExitStack() as stack:
             try:

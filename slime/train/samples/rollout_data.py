@@ -77,14 +77,6 @@ def collect(data: RolloutData, name: str, parts: Iterable[tuple[int, Tensor]]) -
     data[name] = column
 
 
-def distribute(data: RolloutData, micro_batches: Iterable[MicroBatch]) -> None:
-    """Copy the per-token columns to the micro-batches."""
-    for micro in micro_batches:
-        for name in PER_TOKEN:
-            if name in data:
-                micro.take(name, data[name])
-
-
 DUMPED = ("sample_indices", "group_indices", "rollout_ids", "rewards", "raw_reward", "truncated")
 """Columns of a dump with a value per sample."""
 
