@@ -64,13 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _command(words: Sequence[str]) -> Callable[[Sequence[str]], int]:
     """Return the function of the command that the words begin with."""
+    from slime.config import parse_flags, resolve
     from slime.config.fields import did_you_mean
 
     if not words:
         raise UserError(f"a command is missing: one of {', '.join(_COMMANDS)}")
     match words[0]:
         case "train":
-            return _train
+            return lambda rest: _run(resolve(parse_flags(rest)))
         case "train-async":
             return _train_async
         case "eval":
@@ -78,7 +79,7 @@ def _command(words: Sequence[str]) -> Callable[[Sequence[str]], int]:
         case "stages":
             return _stages
         case "plan":
-            return lambda rest: _train([*rest, "--dry-run"])
+            return lambda rest: _run(resolve(parse_flags([*rest, "--dry-run"])))
         case "serve":
             return _serve
         case "fleet":
@@ -103,12 +104,6 @@ def _command(words: Sequence[str]) -> Callable[[Sequence[str]], int]:
             return _version
     hint = did_you_mean(words[0], (*_COMMANDS, "--version")) or ": slime --help lists the commands"
     raise UserError(f"unknown command {words[0]}{hint}")
-
-
-def _train(words: Sequence[str]) -> int:
-    from slime.config import parse_args
-
-    return _run(parse_args(words))
 
 
 def _train_async(words: Sequence[str]) -> int:

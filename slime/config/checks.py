@@ -15,7 +15,7 @@ from pathlib import Path
 from slime.algorithms.estimators import NONZERO_STD_FILTER
 from slime.config.algorithm import algorithm_contradictions, biased_sampling_flags, estimator_of
 from slime.config.async_mode import async_contradictions
-from slime.config.config import FLAG_SPECS, Config, given_flags
+from slime.config.config import Config, given_flags
 from slime.config.datasets import eval_datasets, mixture_contradictions, reads_prompts, train_datasets
 from slime.config.fields import flag_name
 from slime.config.flags.data import DEFAULT_DATA_SOURCE
@@ -77,20 +77,8 @@ _ADDRESS = re.compile(r"(?:[^\s:]+:|\[[0-9a-fA-F:.]+\]:|:)?[0-9]{1,5}")
 _SLICE = re.compile(r"(?P<path>.*)@\[-?\d*:-?\d*\]")
 
 
-def check_required_flags(config: Config) -> None:
-    """Raise one `UserError` that names all missing required flags, if there are several."""
-    missing = [
-        f"{spec.flag} {spec.metavar}"
-        for spec in FLAG_SPECS.values()
-        if spec.info.required and getattr(config, spec.name) is None
-    ]
-    if _lacks_prompts(config):
-        missing.append("--prompt-data PATH")
-    if len(missing) > 1:
-        raise UserError(f"{', '.join(missing[:-1])} and {missing[-1]} are missing: give all of them")
-
-
-def _lacks_prompts(config: Config) -> bool:
+def lacks_prompts(config: Config) -> bool:
+    """Return whether the run needs a prompt file and none is given."""
     own_source = config.disable_rollout_global_dataset or config.data_source_path != DEFAULT_DATA_SOURCE
     elsewhere = own_source or config.plan_cluster is not None or config.num_rollout == 0
     given = config.prompt_data is not None or config.prompt_config is not None
@@ -143,7 +131,7 @@ def _contradictions(config: Config) -> Iterator[str]:
 
 def _length_and_data(config: Config) -> Iterator[str]:
     replays = config.load_debug_rollout_data is not None
-    if _lacks_prompts(config):
+    if lacks_prompts(config):
         yield "--prompt-data is missing: name a .jsonl or .parquet file of prompts"
     if config.num_rollout is None and config.disable_rollout_global_dataset and not replays:
         yield "--disable-rollout-global-dataset leaves no prompts to count epochs: set the run's length, --num-rollout"

@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from slime.config.config import FLAG_SPECS, Config, read_config_file
@@ -44,10 +44,6 @@ from slime.errors import UserError
 from slime.storage.json_types import JsonMapping, JsonObject
 
 AddCustomArguments = Callable[[argparse.ArgumentParser], "argparse.ArgumentParser | None"]
-GivenFlag = tuple[str, list[str]]
-"""A flag of a command line, without leading dashes and with dashes in it, and the words that follow it. Settings in the
-form of other libraries are not changed."""
-
 _FLAG = re.compile(r"--[A-Za-z]")
 _CARRIED_PREFIXES = ("sglang-", "router-")
 FOR_PLUGINS = ("max-turns",)
@@ -65,39 +61,89 @@ def parse_args(argv: Sequence[str] | None = None, add_custom_arguments: AddCusto
     return resolve(parse_flags(argv, add_custom_arguments))
 
 
-def parse_flags(argv: Sequence[str] | None = None, add_custom_arguments: AddCustomArguments | None = None) -> Config:
-    """Parse a command line into a config; nothing is derived or checked."""
-    line = split_command_line(sys.argv[1:] if argv is None else argv)
-    custom: _CustomParser | None = None
-    if add_custom_arguments is not None:
-        custom = _CustomParser()
-        add_custom_arguments(custom)
-        for name in custom.names:
-            if name in _BY_FLAG and name not in FOR_PLUGINS:
-                raise UserError(f"custom flag --{name} already exists in slime: give it another name")
-    if any(name == "help" for name, _ in line):
+def parse_flags(
+    argv: Sequence[str] | None = None,
+    add_custom_arguments: AddCustomArguments | None = None,
+    *,
+    given_file: tuple[JsonMapping, str] | None = None,
+) -> Config:
+    """Parse a command line into a config; nothing is derived or checked, but all unknown flags are refused together.
+
+    With `given_file`, the settings of a file and its name, the command line can name no files.
+    """
+    # the flags, with dashes in their names, and the words that follow; settings of other libraries are not changed
+    line: list[tuple[str, list[str]]] = []
+    for word in sys.argv[1:] if argv is None else argv:
+        if word in ("-h", "--help"):
+            line.append(("help", []))
+        elif foreign_setting(word) is not None:
+            line.append((word, []))
+        elif _FLAG.match(word):
+            name, equals, after = word[2:].partition("=")
+            line.append((name.replace("_", "-"), [after] if equals else []))
+        elif not line:
+            raise UserError(f"unexpected argument {word!r}: flags start with two dashes")
+        else:
+            line[-1][1].append(word)
+    custom = None if add_custom_arguments is None else _CustomParser(add_custom_arguments)
+    own_flags = {} if custom is None else custom.names
+    # the files below the command line
+    given = _GivenValues(own_flags)
+    if given_file is not None:
+        given.add_settings(*given_file)
+        for name, _ in line:
+            if name in (*_FILE_FLAGS, "help"):
+                raise UserError(f"--{name} cannot be combined with {given_file[1]}: put its content into that file")
+    elif any(name == "help" for name, _ in line):
         print(format_help(), end="")
         if custom is not None:
             print(f"\nFlags of this driver\n{custom.format_help()}", end="")
         raise SystemExit(0)
-    given = _GivenValues(custom)
     for path in (_only_word(name, words, "a file") for name, words in line if name == "config"):
         given.add_settings(read_config_file(path), path)
-    given.add_command_line(line)
+    # the command line
+    custom_words: list[str] = []
+    unknown: list[str] = []
+    repeated: dict[str, list[object]] = {}
+    for name, words in line:
+        spec, is_negated = _BY_FLAG.get(name), False
+        if spec is None and name.startswith("no-"):
+            switch = _BY_FLAG.get(name[3:])
+            is_negated = switch is not None and switch.kind == "bool"
+            spec = switch if is_negated else None
+        if name in own_flags:
+            custom_words += [own_flags[name], *words]
+        elif spec is not None:
+            value: Any = words
+            if spec.kind == "bool":
+                if words and (is_negated or len(words) > 1 or words[0].lower() not in ("true", "false")):
+                    _refuse_word(name, words[0])
+                value = words[0] if words else not is_negated
+            elif spec.kind not in ("strs", "ints", "pairs") or not words:
+                value = _only_word(name, words, f"a value ({spec.metavar})")
+            elif spec.kind == "pairs" and len(words) == 1 and not words[0].startswith("-"):
+                _log.warning("--%s %s has no name: it is named aime, as in upstream slime", name, words[0])
+                value = ["aime", *words]
+            elif spec.kind == "pairs" and len(words) % 2:
+                raise UserError(f"--{name} takes pairs NAME PATH, but got {len(words)} values: {' '.join(words)}")
+            value = coerce(spec, value, f"--{name}")
+            if spec.info.repeat:
+                value = repeated[spec.name] = [*repeated.get(spec.name, ()), *value]
+            given.values[spec.name] = value
+        elif name[:3] == "no-" and name not in MEGATRON_FLAGS and FIELD_FLAGS.get(name[3:]) == SWITCH:
+            given.carried[name[3:].replace("-", "_")] = not _carried_value(name, words, SWITCH)
+        elif _is_carried(name):
+            given.carried[name.replace("-", "_")] = _carried_value(name, words)
+        elif name not in _FILE_FLAGS:
+            unknown.append(foreign_setting(name) or refusal(name) or _describe_unknown(name, own_flags))
+    if unknown:
+        raise UserError(join_unknown_names(unknown, "flags"))
+    if custom is not None:
+        for name, value in custom.parse(custom_words, from_files=given.carried).items():
+            (given.values if name in FLAG_SPECS else given.carried)[name] = value
+    # the files above it
     for path in (_only_word(name, words, "a file") for name, words in line if name == "custom-config-path"):
         given.add_custom_file(path)
-    return Config(**given.values, carried=given.carried)
-
-
-def config_from_settings(settings: JsonMapping, origin: str, argv: Sequence[str] = ()) -> Config:
-    """Build a config from `settings`, instead of a --config file `origin`, and a command line; nothing is derived."""
-    given = _GivenValues()
-    given.add_settings(settings, origin)
-    line = split_command_line(argv)
-    for name, _ in line:
-        if name in (*_FILE_FLAGS, "help"):
-            raise UserError(f"--{name} cannot be combined with {origin}: put its content into that file")
-    given.add_command_line(line)
     return Config(**given.values, carried=given.carried)
 
 
@@ -123,65 +169,16 @@ def config_from_keywords(keywords: JsonMapping) -> Config:
     return config.replace(**over.values, carried={**config.carried, **over.carried})
 
 
-def split_command_line(argv: Sequence[str]) -> list[GivenFlag]:
-    """Split a command line into flags and their words; `--flag=value` and `--flag value` are equivalent."""
-    line: list[GivenFlag] = []
-    for word in argv:
-        if word in ("-h", "--help"):
-            line.append(("help", []))
-        elif foreign_setting(word) is not None:
-            line.append((word, []))
-        elif _FLAG.match(word):
-            name, equals, value = word[2:].partition("=")
-            line.append((name.replace("_", "-"), [value] if equals else []))
-        elif not line:
-            raise UserError(f"unexpected argument {word!r}: flags start with two dashes")
-        else:
-            line[-1][1].append(word)
-    return line
-
-
 class _GivenValues:
     """The values of fields and the carried flags that files, command lines and keywords give; later ones win."""
 
-    def __init__(self, custom: _CustomParser | None = None) -> None:
-        self.custom = custom
+    def __init__(self, own_flags: Collection[str] = ()) -> None:
+        self.own_flags = own_flags  # of a custom driver
         self.values: JsonObject = {}
         self.carried: JsonObject = {}
 
-    def add_command_line(self, line: Iterable[GivenFlag]) -> None:
-        """Add the flags of a command line; all unknown ones are refused together."""
-        own_flags = {} if self.custom is None else self.custom.names
-        custom_words: list[str] = []
-        repeated: dict[str, list[object]] = {}
-        unknown: list[str] = []
-        for name, words in line:
-            spec = _BY_FLAG.get(name)
-            if spec is None and name.startswith("no-"):
-                switch = _BY_FLAG.get(name[3:])
-                spec = switch if switch is not None and switch.kind == "bool" else None
-            if name in own_flags:
-                custom_words += [own_flags[name], *words]
-            elif spec is not None:
-                value = _field_value(spec, name, words)
-                if spec.info.repeat:
-                    value = repeated[spec.name] = [*repeated.get(spec.name, ()), *value]
-                self.values[spec.name] = value
-            elif name[:3] == "no-" and name not in MEGATRON_FLAGS and FIELD_FLAGS.get(name[3:]) == SWITCH:
-                self.carried[name[3:].replace("-", "_")] = not _carried_value(name, words, SWITCH)
-            elif _is_carried(name):
-                self.carried[name.replace("-", "_")] = _carried_value(name, words)
-            elif name not in _FILE_FLAGS:
-                unknown.append(foreign_setting(name) or refusal(name) or _describe_unknown(name, own_flags))
-        if unknown:
-            raise UserError(join_unknown_names(unknown, "flags"))
-        if self.custom is not None:
-            for name, value in self.custom.parse(custom_words, from_files=self.carried).items():
-                (self.values if name in FLAG_SPECS else self.carried)[name] = value
-
     def add_settings(self, settings: JsonMapping, path: str) -> None:
         """Add the entries of a --config file; all unknown ones are refused together."""
-        own_flags = {} if self.custom is None else self.custom.names
         unknown: list[str] = []
         for key, value in settings.items():
             flag, where = key.replace("_", "-"), f"{key} in {path}"
@@ -196,7 +193,7 @@ class _GivenValues:
             elif spec is not None:
                 if value is not None:
                     self.values[spec.name] = coerce(spec, value, where)
-            elif flag in own_flags or _is_carried(flag):
+            elif flag in self.own_flags or _is_carried(flag):
                 self.carried[flag.replace("-", "_")] = plain_value(value, where)
             elif (sentence := refusal(flag) or foreign_hint(flag, shown=key)) is not None:
                 unknown.append(f"{path}: {sentence}")
@@ -224,24 +221,6 @@ class _GivenValues:
                 raise UserError(f"{where} is reserved: args.{name} already has a meaning, rename the key")
             else:
                 self.carried[name] = plain_value(value, where)
-
-
-def _field_value(spec: FlagSpec, name: str, words: list[str]) -> Any:
-    """Return the value of a config field from the words after its flag."""
-    shown = f"--{name}"
-    if spec.kind == "bool":
-        is_negated = name not in _BY_FLAG
-        if words and (is_negated or len(words) > 1 or words[0].lower() not in ("true", "false")):
-            _refuse_word(name, words[0])
-        return coerce(spec, words[0], shown) if words else not is_negated
-    if spec.kind not in ("strs", "ints", "pairs") or not words:
-        return coerce(spec, _only_word(name, words, f"a value ({spec.metavar})"), shown)
-    if spec.kind == "pairs" and len(words) == 1 and not words[0].startswith("-"):
-        _log.warning("%s %s has no name: it is named aime, as in upstream slime", shown, words[0])
-        words = ["aime", *words]
-    if spec.kind == "pairs" and len(words) % 2:
-        raise UserError(f"{shown} takes pairs NAME PATH, but got {len(words)} values: {' '.join(words)}")
-    return coerce(spec, words, shown)
 
 
 def _carried_value(name: str, words: list[str], kind: str | None = None) -> object:
@@ -306,8 +285,12 @@ def misspelled_custom_file_keys(path: str) -> dict[str, str]:
 class _CustomParser(argparse.ArgumentParser):
     """Parser of the flags of a custom driver; their defaults and values are put into `carried`."""
 
-    def __init__(self) -> None:
+    def __init__(self, add_custom_arguments: AddCustomArguments) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
+        add_custom_arguments(self)
+        for name in self.names:
+            if name in _BY_FLAG and name not in FOR_PLUGINS:
+                raise UserError(f"custom flag --{name} already exists in slime: give it another name")
 
     @property
     def names(self) -> dict[str, str]:

@@ -16,10 +16,10 @@ from slime.config.checks import (
     check_contradictions,
     check_files,
     check_megatron_flags,
-    check_required_flags,
     check_shape_flags,
     check_trackers,
     derive_live,
+    lacks_prompts,
 )
 from slime.config.config import FLAG_SPECS, Config
 from slime.config.critic import critic_flags, role_overrides
@@ -42,7 +42,12 @@ INDEXER_PATTERN = r"\.indexer\."
 
 def resolve(config: Config) -> Config:
     """Return the config that a run uses; raise a `UserError` if the flags are wrong or contradict each other."""
-    check_required_flags(config)
+    required = [spec for spec in FLAG_SPECS.values() if spec.info.required]
+    missing = [f"{spec.flag} {spec.metavar}" for spec in required if getattr(config, spec.name) is None]
+    if lacks_prompts(config):
+        missing.append("--prompt-data PATH")
+    if len(missing) > 1:
+        raise UserError(f"{', '.join(missing[:-1])} and {missing[-1]} are missing: give all of them")
     values: JsonObject = {}
     for spec in FLAG_SPECS.values():  # also of configs made in Python
         value = getattr(config, spec.name)
@@ -54,8 +59,9 @@ def resolve(config: Config) -> Config:
         elif spec.default is not None:
             raise UserError(f"{spec.flag} must have a value")
     config = with_own_overlay(config.replace(**values))
-    config = apply_adapter_config(split_load_iteration(config.replace(**role_overrides(config, "actor"))))
-    config = derive(config)
+    if config.megatron_config_path is not None:
+        config = config.replace(**role_overrides(config, "actor"))
+    config = derive(apply_adapter_config(split_load_iteration(config)))
     check_contradictions(config)
     check_trackers(config)
     check_files(config)

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from slime.config import Config, resolve
 from slime.config.config import FLAG_SPECS, read_config_file
 from slime.config.model_folder import read_latest
-from slime.config.parser import config_from_settings
+from slime.config.parser import parse_flags
 from slime.errors import UserError
 from slime.storage.json_types import JsonObject
 
@@ -94,7 +94,7 @@ def read_stages(path: str | Path, flags: Sequence[str] = ()) -> list[Stage]:
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise UserError(f"{where} needs a name of letters, digits, - and _")
         custom = {**shared_custom, **_custom(settings, where), "stage": name}
-        config = config_from_settings({**common, **settings, "carried": custom}, file, flags)
+        config = parse_flags(flags, given_file=({**common, **settings, "carried": custom}, file))
         if config.num_rollout is None or config.num_rollout < 1:
             raise UserError(f"{where} needs num_rollout, the rollouts of this stage, at least 1")
         if config.output_dir is None:
