@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import secrets
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from slime.agent.messages import Message, TurnRequest
@@ -21,15 +21,18 @@ from slime.agent.session.limits import Limits
 from slime.agent.session.session import Session
 from slime.agent.session.template import ChatModel
 from slime.agent.session.tree import Turn
-from slime.agent.session.turn import EngineSampler, OnEvent, ParserFactory, take_turn
+from slime.agent.session.turn import EngineSampler, take_turn
 from slime.config import Config
 from slime.data.chat_template import model_context_length
 from slime.data.sample import Reward, Sample
+from slime.models.parsers.events import Event
 from slime.models.parsers.formats import formats_from_flags
 from slime.rollout.gate import current_ticket, evaluating
 from slime.rollout.generate import next_request_params
 from slime.rollout.runtime import RolloutRuntime, runtime_for
 from slime.storage.json_types import JsonMapping, JsonObject
+
+OnEvent = Callable[[Event], Awaitable[None]]
 
 
 class Conversation:
@@ -39,7 +42,7 @@ class Conversation:
         self,
         session: Session,
         sampler: EngineSampler,
-        parsers: ParserFactory,
+        model: ChatModel,
         params: JsonMapping,
         *,
         base: Sample,
@@ -49,18 +52,28 @@ class Conversation:
         self.session = session
         self.messages: list[Message] = []
         self.tools = tuple(tools)
-        self._sampler, self._parsers, self._params = sampler, parsers, params
+        self._sampler, self._model, self._params = sampler, model, params
         self._base, self._args = base, args
         self._last: Turn | None = None
 
     async def ask(
         self, new: Iterable[Message] = (), *, max_tokens: int | None = None, on_event: OnEvent | None = None
     ) -> Message:
-        """Append the messages `new` and sample the model's reply; raises when a limit of the session is reached."""
+        """Append the messages `new` and sample the model's reply; raises when a limit of the session is reached.
+
+        `on_event` is called with each event of the reply as it is sampled.
+        """
+
+        async def on_events(events: list[Event]) -> None:
+            assert on_event is not None
+            for event in events:
+                await on_event(event)
+
         self.messages += new
         request = TurnRequest(tuple(self.messages), self.tools, max_tokens=max_tokens)
         prompt = self.session.prepare(request)
-        taken = await take_turn(self.session, request, prompt, self._sampler, self._parsers, self._params, on_event)
+        hears = None if on_event is None else on_events
+        taken = await take_turn(self.session, request, prompt, self._sampler, self._model, self._params, hears)
         self._last = taken.turn
         self.messages.append(taken.turn.message)
         return taken.turn.message
@@ -93,10 +106,16 @@ async def converse(
     template = model.template(template_kwargs(runtime.args, sample))
     limits = session_limits(runtime.args, sampling_params, model.context, max_turns)
     session = Session(secrets.token_urlsafe(24), template, limits=limits, strict=runtime.args.strict_tokens)
-    sampler = driver_sampler(runtime, model, template.stop_ids)
-    talk = Conversation(
-        session, sampler, model.parsers(template), sampling_params, base=sample, args=runtime.plugin_args, tools=tools
+    sampler = EngineSampler(
+        runtime.pool,
+        fault_tolerant=runtime.config.use_fault_tolerance,
+        ticket=current_ticket(),  # requests wait at the gate if the group holds one
+        given_up=lambda: runtime.state.aborted,
+        version=lambda: runtime.state.weight_version,
+        draws=next_request_params,
+        routing=runtime.args.use_rollout_routing_replay and not evaluating.get(),
     )
+    talk = Conversation(session, sampler, model, sampling_params, base=sample, args=runtime.plugin_args, tools=tools)
     try:
         yield talk
     finally:
@@ -112,21 +131,6 @@ def chat_model(runtime: RolloutRuntime) -> ChatModel:
         return ChatModel(runtime.tokenizer, context=context, formats=formats_from_flags(runtime.args.carried))
 
     return runtime.owned("chat model", read)
-
-
-def driver_sampler(runtime: RolloutRuntime, model: ChatModel, stop_ids: frozenset[int]) -> EngineSampler:
-    """Make the sampler for the running code; its requests wait at the gate if its group holds a ticket."""
-    return EngineSampler(
-        runtime.pool,
-        model.tokenizer,
-        stop_ids=stop_ids,
-        fault_tolerant=runtime.config.use_fault_tolerance,
-        ticket=current_ticket(),
-        given_up=lambda: runtime.state.aborted,
-        version=lambda: runtime.state.weight_version,
-        draws=next_request_params,
-        routing=runtime.args.use_rollout_routing_replay and not evaluating.get(),
-    )
 
 
 def template_kwargs(config: Config, sample: Sample) -> JsonObject:

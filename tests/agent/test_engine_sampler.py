@@ -5,8 +5,9 @@ import asyncio
 import numpy as np
 import pytest
 
-from slime.agent.session.turn import Detokenizer, EngineSampler
+from slime.agent.session.turn import AnswerReader, Detokenizer, EngineSampler
 from slime.engine.http.pool import EnginePool
+from slime.models.parsers.formats import Formats, make_parser
 from slime.rollout.gate import Gate, Ticket
 from slime.rollout.retry import AbortedTooOften
 from tests.agent.scripted_engine import Script, ScriptedEngine, Turn, log_prob
@@ -43,23 +44,28 @@ def play(tokenizer):
 
 
 def run_sampler(url, tokenizer, prompt, *, streams=True, act=None, **options):
-    """Return (answer, [(text, ids)]) of one call; `act(sampler)` runs concurrently."""
+    """Return the answer of one call and the pieces of its text; `act(sampler)` runs concurrently."""
 
     async def run():
         pool = EnginePool([url])
-        sampler = EngineSampler(pool, tokenizer, stop_ids=[tokenizer.eos_token_id], **options)
+        sampler = EngineSampler(pool, **options)
         heard = []
+        text = Detokenizer(tokenizer, [tokenizer.eos_token_id])
 
-        async def on_text(text, ids):
-            heard.append((text, ids))
+        async def on_events(events):
+            heard.extend(event.text for event in events)
 
+        reader = AnswerReader(text, make_parser(Formats()), (), on_events)
+        on_ids = reader.feed if streams else None
         try:
-            asking = asyncio.ensure_future(
-                sampler.sample(prompt, PARAMS, affinity="key", on_text=on_text if streams else None)
-            )
+            asking = asyncio.ensure_future(sampler.sample(prompt, PARAMS, affinity="key", on_ids=on_ids))
             if act is not None:
                 await act(sampler)
-            return await asking, heard
+            answer = await asking
+            await reader.feed([] if streams else answer.token_ids, is_end=True)
+            assert "".join(heard) == reader.text
+            assert reader.sampled == len(answer.token_ids)
+            return answer, heard
         finally:
             await pool.aclose()
 
@@ -74,15 +80,13 @@ def test_answer_has_the_sampled_tokens_and_their_text(tokenizer, prompt, play, s
     assert answer.token_ids == list(turn.ids)
     assert answer.id_array[-1] == tokenizer.eos_token_id
     np.testing.assert_array_equal(answer.log_prob_array, np.float32([log_prob(t) for t in turn.ids]))
-    assert (answer.text, answer.finish_type) == (SAID, "stop")
+    assert ("".join(heard), answer.finish_type) == (SAID, "stop")
     assert "output_token_logprobs" not in answer.meta_info
     [asked] = engine.requests
     assert asked.streamed is streams
     assert asked.input_ids.tolist() == prompt.tolist()
+    assert (len(heard) > len(SAID) // 2) is streams
     if streams:
-        assert [i for _, ids in heard for i in ids] == list(turn.ids)
-        assert "".join(text for text, _ in heard) == SAID
-        assert len(heard) == len(turn.ids)
         assert asked.params["stream_interval"] == 1
 
 
@@ -103,7 +107,7 @@ def test_answer_cut_off_at_the_gate_resumes_with_new_weights(tokenizer, prompt, 
 
     answer, heard = run_sampler(url, tokenizer, prompt, streams=streams, act=held_for_a_while, ticket=ticket)
     assert answer.token_ids == list(turn.ids)
-    assert answer.text == SAID
+    assert "".join(heard) == SAID
     assert answer.finish_type == "stop"
     assert answer.meta_info["masked_until"] == 9
     assert answer.meta_info["weight_versions"] == [
@@ -114,8 +118,6 @@ def test_answer_cut_off_at_the_gate_resumes_with_new_weights(tokenizer, prompt, 
     assert second.input_ids.tolist() == [*prompt.tolist(), *turn.ids[:9]]
     assert second.params["max_new_tokens"] == 391
     assert second.params["sampling_seed"] != PARAMS["sampling_seed"]
-    if streams:
-        assert "".join(text for text, _ in heard) == SAID
 
 
 def test_given_up_answer_is_aborted(tokenizer, prompt, play):

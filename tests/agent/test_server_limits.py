@@ -25,12 +25,11 @@ from slime.agent.server.request_limits import INLINE_CHARACTERS, RequestReservat
 from slime.agent.server.sessions import OpenSession, Sessions
 from slime.agent.server.settings import LiveSettings, Opening
 from slime.agent.session.limits import PromptExceedsContext
-from slime.agent.session.session import SampledTurn, Session, StaleRendering
+from slime.agent.session.session import SampledTurn
 from slime.agent.session.template import ChatModel
-from slime.agent.session.tree import decide
+from slime.agent.session.tree import Decision
 from slime.cluster.http_server import ClientLogLimit, Connections, bind_sockets
 from slime.engine.http.pool import EnginePool
-from tests.agent.byte_template import END, ByteTemplate
 
 CONTEXT = 4096
 
@@ -311,21 +310,34 @@ def test_long_prompt_is_tokenized_off_the_loop_with_the_same_count(agent_tokeniz
     assert with_server(agent_tokenizer, use) == ([True, False, True, True], True)
 
 
-def test_rejects_a_rendering_made_before_a_recorded_turn() -> None:
-    session = Session("k", ByteTemplate())  # type: ignore[arg-type]
-    first = TurnRequest((Message("user", "a"),))
-    said = Message("assistant", "b", reference="r")
-    follow = TurnRequest((*first.messages, said, Message("user", "c")))
-    prompt = session.prepare(first)
-    early = session.render(decide(session.tree, follow), follow)  # the turn that it continues is not recorded yet
-    turn = session.record(prompt, SampledTurn(ids=[*b"b", END], log_probs=[-1.0, -1.0], finish_reason="stop",
-                                              meta_info={}, message=said))  # type: ignore[arg-type]  # fmt: skip
-    follow = TurnRequest((*first.messages, Message("assistant", "b", reference=turn.id), Message("user", "c")))
-    with pytest.raises(StaleRendering):
-        session.prepare(follow, early)
-    late = session.render(decide(session.tree, follow), follow)
-    ids = session.prepare(follow, late).ids
-    assert ids.tolist() == [*prompt.ids.tolist(), *turn.ids.tolist(), *late.ids.tolist()]
+def test_long_prompt_is_rendered_again_if_a_turn_is_recorded_meanwhile(agent_tokenizer: Any) -> None:
+    async def use(sessions: Sessions, connections: Connections, port: int) -> Any:
+        held = sessions.find("k")
+        session, render = held.session, held.session.render
+        first = TurnRequest((Message("user", "a"),))
+        before = session.prepare(first)
+        said = Message("assistant", "b", reference=before.turn_id)
+        follow = TurnRequest((*first.messages, said, Message("user", "a b " * INLINE_CHARACTERS)))
+        places: list[Decision] = []
+
+        def noted(place: Decision, request: TurnRequest) -> Any:
+            if not places:  # the turn that the request continues is recorded while its text is rendered
+                session.record(before, SampledTurn(agent_tokenizer.encode("b"), [-1.0], "stop", {}, said))
+            places.append(place)
+            return render(place, request)
+
+        session.render = noted  # type: ignore[method-assign]
+        counted = await held.count_tokens(follow)
+        ids = session.prepare(follow).ids
+        turn = session.tree.turns[before.turn_id]
+        history = [*before.ids.tolist(), *turn.ids.tolist()]
+        return (
+            [place.turn for place in places[:2]] == [None, turn],
+            counted == len(ids),
+            ids.tolist()[: len(history)] == history,
+        )
+
+    assert with_server(agent_tokenizer, use) == (True, True, True)
 
 
 def test_repeated_client_messages_are_counted_instead_of_logged() -> None:

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from slime.agent.messages import Message, ToolCall
+from slime.agent.messages import Message, ToolCall, TurnRequest
 from slime.agent.session.limits import ContinuationRefused
-from slime.agent.session.template import ChatTemplate
+from slime.agent.session.template import ChatModel, ChatTemplate
 from slime.agent.session.template_probe import ADDITIONS
 from slime.errors import UserError
+from slime.models.parsers.events import Reasoning, Text
+from slime.models.parsers.formats import Formats
 from tests.agent.families import FAMILIES, family_tokenizer
 from tests.data.test_turn_mask import tokenizer_for
 from tests.migration import scripted
@@ -126,12 +128,19 @@ def test_tiny_model_templates_can_be_continued(chat_template: str | None) -> Non
 
 
 def test_prompts_that_start_in_reasoning_are_detected() -> None:
-    thinking = ChatTemplate(tokenizer_for("deepseek_r1"))
-    assert thinking.starts_in_reasoning(thinking.prompt([user("1+1?")], ()))
-    assert not thinking.starts_in_reasoning(thinking.prompt([user("1+1?"), said("", bash()), result("2")], ()))
-    closed = ChatTemplate(tokenizer_for("qwen3"), kwargs={"enable_thinking": False})
+    def first_event(tokenizer: Any, ids: np.ndarray) -> type:
+        model = ChatModel(tokenizer, formats=Formats(reasoning="qwen3"))
+        return type(model.parser(TurnRequest(()), ids).feed("well")[0])
+
+    tokenizer = tokenizer_for("deepseek_r1")
+    thinking = ChatTemplate(tokenizer)
+    assert first_event(tokenizer, thinking.prompt([user("1+1?")], ())) is Reasoning
+    answered = [user("1+1?"), said("", bash()), result("2")]
+    assert first_event(tokenizer, thinking.prompt(answered, ())) is Text
+    tokenizer = tokenizer_for("qwen3")
+    closed = ChatTemplate(tokenizer, kwargs={"enable_thinking": False})
     ids = closed.prompt([user("<think>")], ())
-    assert not closed.starts_in_reasoning(ids)
+    assert first_event(tokenizer, ids) is Text
     assert closed._tokenizer.decode(ids).endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 

@@ -120,7 +120,7 @@ def test_warns_once_if_tool_calls_of_the_template_are_not_parsed(
 ) -> None:
     def parse(**fields: Any) -> None:
         request = TurnRequest((Message("user", "hi"),), **fields)
-        model.parsers(model.template({}))(request, np.array([1]))
+        model.parser(request, np.array([1]))
 
     model = ChatModel(family_tokenizer(family))
     parse()

@@ -64,24 +64,21 @@ async def answer_turn(
     if not asked.stream:
         _, task = await held.begin(asked.request, None)
         return json_response(dialect.whole(asked, await _finished_turn(held, task, asked, tokenizer)))
-    response, is_open, is_silent = web.StreamResponse(headers=_STREAM_HEADERS), asyncio.Event(), True
+    response, is_open, is_silent = web.StreamResponse(headers=_STREAM_HEADERS), asyncio.Event(), False
 
-    async def send(data: bytes) -> None:
+    async def on_events(events: list[Event]) -> None:
         nonlocal is_silent
-        if data:
+        if not is_open.is_set():
+            await is_open.wait()
+        if data := b"".join(map(writer.event, events)):
             is_silent = False
             await response.write(data)
 
-    async def on_event(event: Event) -> None:
-        if not is_open.is_set():
-            await is_open.wait()
-        await send(writer.event(event))
-
-    prompt, task = await held.begin(asked.request, on_event)
+    prompt, task = await held.begin(asked.request, on_events)
     writer = dialect.writer(asked, prompt.turn_id)
     try:
         await response.prepare(http)
-        await send(writer.begin())
+        await response.write(writer.begin())
         is_open.set()
         try:
             while not await _wait_first(task, held.ended, timeout_s=KEEP_ALIVE_S):
@@ -90,9 +87,9 @@ async def answer_turn(
                 is_silent = True
             finished = await _finished_turn(held, task, asked, tokenizer)
         except Problem as problem:
-            await send(writer.problem(problem))
+            await response.write(writer.problem(problem))
         else:
-            await send(writer.end(finished))
+            await response.write(writer.end(finished))
         await response.write_eof()
     except ConnectionResetError:
         logger.info("a client disconnected before its answer was complete")
@@ -185,21 +182,26 @@ class AgentApp:
             # The key selects the session, whose limits apply before anything of the body is read.
             key = session_key(http.headers)
             door = self._door if self._door is not None and self._door.is_for(key) else None
-            intake = self._sessions.find(key).intake if door is None else door.intake(http.headers)
+            if door is None:
+                held = self._sessions.find(key)
+                intake = held.intake
+            else:
+                intake = door.intake(http.headers)
             with intake.request() as room, self._connections.serving(http.transport, key or ""):
                 body = await room.body(http)
 
                 def parsed() -> Asked:
                     try:
                         asked = dialect.asked(http.path, parse_json(body))
-                        self._sessions.check_length(asked.request, intake.context)
+                        self._sessions.model.check_length(asked.request, intake.context)
                     except (ValueError, RecursionError) as error:
                         raise Problem(Kind.BAD_BODY, f"the body is not JSON: {error}") from error
                     return asked
 
                 # The dialect parses the body; a live service opens the conversation that the headers name.
-                asked = await intake.run(parsed, inline=len(body) <= INLINE_BODY_BYTES)
-                held = self._sessions.find(key) if door is None else await door.enter(http.headers)
+                asked = parsed() if len(body) <= INLINE_BODY_BYTES else await intake.run(parsed)
+                if door is not None:
+                    held = await door.enter(http.headers)
                 room.move_to(held.intake)
                 for note in asked.notes:
                     if note not in held.noted and len(held.noted) < MOST_NOTES:

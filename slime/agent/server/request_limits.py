@@ -96,10 +96,8 @@ class Intake:
         self._requests -= requests
         self._bytes -= size
 
-    async def run(self, work: Callable[[], T], *, inline: bool) -> T:
-        """Run `work` and return its result: at once if `inline`, else in a thread, after the session's other jobs."""
-        if inline:
-            return work()
+    async def run(self, work: Callable[[], T]) -> T:
+        """Run `work` in a thread, after the session's other jobs, and return its result."""
         await self._working.acquire()
         loop = asyncio.get_running_loop()
         job = self._workers.submit(work)
@@ -150,7 +148,7 @@ class RequestReservation:
         body = b"".join(pieces)
         coding = http.headers.get("Content-Encoding", "identity").strip().lower()
         if coding not in ("", "identity") and not is_decompressed:
-            body = await intake.run(lambda: _decompress_body(body, coding, limits), inline=False)
+            body = await intake.run(lambda: _decompress_body(body, coding, limits))
             self._take(len(body))
         if len(body) > INLINE_BODY_BYTES and sum(map(body.count, _STRUCTURE)) > limits.values:
             raise Problem(Kind.TOO_LONG, f"the body has more than {limits.values} JSON values")

@@ -12,25 +12,24 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+
+import numpy as np
 
 from slime.agent.messages import TurnRequest
 from slime.agent.server.dialects import Kind, Problem
 from slime.agent.server.request_limits import INLINE_CHARACTERS, WORKERS, Intake, IntakeLimits
 from slime.agent.server.settings import Opening
 from slime.agent.session.limits import Limits
-from slime.agent.session.session import Prompt, RenderedMessages, Session, StaleRendering
+from slime.agent.session.session import Prompt, Session
 from slime.agent.session.special_tokens import iter_texts
 from slime.agent.session.template import ChatModel
 from slime.agent.session.tree import Decision, Turn, decide
-from slime.agent.session.turn import EngineSampler, OnEvent, ParserFactory, RecordedTurn, take_turn
+from slime.agent.session.turn import EngineSampler, OnEvents, RecordedTurn, take_turn
 from slime.agent.session.turn_journal import Attempt, TurnJournal
 from slime.engine.http.pool import EnginePool
 from slime.rollout.gate import Gate, Ticket
 from slime.rollout.retry import RequestSeeds
 from slime.storage.json_types import JsonMapping
-
-T = TypeVar("T")
 
 MOST_TURNS = 4096
 """Limit for sessions without their own: a request is compared with every turn that it may continue."""
@@ -46,7 +45,7 @@ class OpenSession:
         session: Session,
         params: JsonMapping,
         sampler: EngineSampler,
-        parsers: ParserFactory,
+        model: ChatModel,
         intake: Intake,
     ) -> None:
         self.session = session
@@ -61,20 +60,19 @@ class OpenSession:
         """Notes that were logged about its requests: a client sends the same ignored fields in every turn."""
         self.failure: str | None = None
         """The error of the last turn that could not be sampled."""
-        self._params, self._sampler, self._parsers = params, sampler, parsers
+        self._params, self._sampler, self._model = params, sampler, model
         self.ended: asyncio.Future[Problem] = asyncio.get_running_loop().create_future()
         self._answering: set[asyncio.Task[RecordedTurn]] = set()
 
-    async def begin(self, request: TurnRequest, on_event: OnEvent | None) -> tuple[Prompt, asyncio.Task[RecordedTurn]]:
+    async def begin(
+        self, request: TurnRequest, on_events: OnEvents | None
+    ) -> tuple[Prompt, asyncio.Task[RecordedTurn]]:
         """Start to sample one more turn; cancelling the task abandons it. Raises `SessionRefusal`."""
-        prompt = await self._with_rendered(request, self.session.prepare)
-        is_begun = False
+        prompt = self.session.prepare(request, *await self._place_of(request))
         continuing = None if self.continued is None else self.continued(prompt)
 
         async def take() -> RecordedTurn:
-            nonlocal is_begun
-            is_begun = True
-            taken = await take_turn(self.session, request, prompt, self._sampler, self._parsers, self._params, on_event)
+            taken = await take_turn(self.session, request, prompt, self._sampler, self._model, self._params, on_events)
             if continuing is not None:
                 await continuing
             if self.journaled is not None:
@@ -83,8 +81,7 @@ class OpenSession:
 
         def done(task: asyncio.Task[RecordedTurn]) -> None:
             self._answering.discard(task)
-            if not is_begun:  # cancelled before its first step
-                self.session.abandon(prompt)
+            self.session.abandon(prompt)  # a task that is cancelled before its first step has not done it
 
         task = asyncio.create_task(take())
         self._answering.add(task)
@@ -93,31 +90,26 @@ class OpenSession:
 
     async def count_tokens(self, request: TurnRequest) -> int:
         """The number of tokens that the prompt of this request would have."""
-        return await self._with_rendered(request, self.session.count_tokens)
+        return self.session.count_tokens(request, *await self._place_of(request))
 
-    async def _with_rendered(
-        self, request: TurnRequest, use: Callable[[TurnRequest, RenderedMessages | None, Decision | None], T]
-    ) -> T:
-        """Call `use` with a request and its rendered text, which is tokenized in a thread if it is long.
-
-        `use` gets the place of the request in the tree unless another turn may have been recorded since.
-        """
+    async def _place_of(self, request: TurnRequest) -> tuple[Decision, np.ndarray | None]:
+        """The current place of a request in the tree; if its new text is long, also the ids, made in a thread."""
         while True:
             if self.ended.done():
                 raise self.ended.result().again()
-            decision = decide(self.session.tree, request)
-            rendered = None
-            if decision.context is None:
-                characters = sum(map(len, iter_texts(request.tools))) if decision.turn is None else 0
-                for message in decision.new:
-                    characters += len(message.content) + len(message.reasoning or "")
-                    characters += sum(len(call.arguments) for call in message.tool_calls)
-                if characters > INLINE_CHARACTERS:
-                    rendered = await self.intake.run(partial(self.session.render, decision, request), inline=False)
-            try:
-                return use(request, rendered, decision if rendered is None else None)
-            except StaleRendering:  # a turn was recorded during the rendering
-                continue
+            place = decide(self.session.tree, request)
+            if place.context is not None:
+                return place, None
+            characters = sum(map(len, iter_texts(request.tools))) if place.turn is None else 0
+            for message in place.new:
+                characters += len(message.content) + len(message.reasoning or "")
+                characters += sum(len(call.arguments) for call in message.tool_calls)
+            if characters <= INLINE_CHARACTERS:
+                return place, None
+            ids = await self.intake.run(partial(self.session.render, place, request))
+            now = decide(self.session.tree, request)
+            if now.turn is place.turn and len(now.new) == len(place.new):  # else a turn was recorded meanwhile
+                return now, ids
 
     @property
     def is_answering(self) -> bool:
@@ -163,7 +155,7 @@ class Sessions:
         version: str | None = None,
         journal: TurnJournal | None = None,
     ) -> None:
-        self._model, self._pool, self._fault_tolerant, self._journal = model, pool, fault_tolerant, journal
+        self.model, self._pool, self._fault_tolerant, self._journal = model, pool, fault_tolerant, journal
         self.version = version
         """The last known version of the weights that all engines have."""
         self._open: dict[str, OpenSession] = {}
@@ -178,14 +170,14 @@ class Sessions:
     @property
     def warning(self) -> str | None:
         """A warning for the user of the run about the model's tool calls."""
-        return self._model.warning
+        return self.model.warning
 
     def open(self, opening: Opening) -> OpenSession:
         """Open a new or resumed session; raises `ValueError` if the key is in use."""
         if opening.key in self._open or (opening.key in self._closed and opening.record is None):
             raise ValueError("a session with this key exists already")
         self._closed.pop(opening.key, None)
-        template = self._model.template(opening.template_kwargs)
+        template = self.model.template(opening.template_kwargs)
         limits = Limits(**opening.limits)
         limits = replace(limits, max_turns=MOST_TURNS) if limits.max_turns is None else limits
         if opening.record is None:
@@ -197,8 +189,6 @@ class Sessions:
         draws = RequestSeeds(opening.params.get("sampling_seed"), begun=len(session.tree.turns))
         sampler = EngineSampler(
             self._pool,
-            self._model.tokenizer,
-            stop_ids=template.stop_ids,
             fault_tolerant=self._fault_tolerant,
             ticket=ticket,
             version=lambda: self.version,
@@ -206,7 +196,7 @@ class Sessions:
             routing=opening.routing,
         )
         intake = self.intake(limits.max_context)
-        made = OpenSession(session, opening.params, sampler, self._model.parsers(template), intake)
+        made = OpenSession(session, opening.params, sampler, self.model, intake)
         made.ticket, made.names = ticket, frozenset(opening.names)
         if self._journal is not None and opening.attempt is not None:
             append, attempt = self._journal.append, Attempt(**opening.attempt)
@@ -217,18 +207,13 @@ class Sessions:
 
     def intake(self, context: int | None) -> Intake:
         """The request limits of one session whose prompts have at most `context` tokens."""
-        return Intake(context or self._model.context, self.workers)
+        return Intake(context or self.model.context, self.workers)
 
     def common_intake(self, context: int | None, requests: int, whose: str) -> Intake:
         """The common limits of all requests whose session is unknown until their bodies are read."""
-        context = context or self._model.context
+        context = context or self.model.context
         limits = IntakeLimits() if context is None else IntakeLimits.of_context(context)
         return Intake(context, self.workers, limits=replace(limits, requests=requests), whose=whose)
-
-    def check_length(self, request: TurnRequest, context: int | None) -> None:
-        """Raise `PromptExceedsContext` if a prompt certainly exceeds the context, before all of it is tokenized."""
-        if context is not None:
-            self._model.check_length(request, context)
 
     def find(self, key: str | None) -> OpenSession:
         """The open session of a key; raises `Problem`."""

@@ -82,19 +82,6 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class RenderedMessages:
-    """The ids of the `new` last messages of a request after `turn`, rendered outside the session."""
-
-    turn: Turn | None
-    new: int
-    ids: np.ndarray
-
-
-class StaleRendering(Exception):
-    """The tree has grown since a request was rendered, and the request has another place in it now."""
-
-
-@dataclass(frozen=True)
 class SampledTurn:
     """An answer as an engine sampled it: the delivered ids, and the message that they were parsed to."""
 
@@ -119,75 +106,87 @@ class Session:
     tree: Tree = field(default_factory=Tree, init=False)
     counters: SessionCounters = field(default_factory=SessionCounters, init=False)
     is_closed: bool = field(default=False, init=False)
-    _in_flight: int = field(default=0, init=False)
+    _in_flight: set[str] = field(default_factory=set, init=False)
     _differing_in_prompts: int = field(default=0, init=False)
 
-    def render(self, decision: Decision, request: TurnRequest) -> RenderedMessages:
-        """Render the new messages of a request to ids; `decision` is its place in the tree (`decide`).
+    def render(self, place: Decision, request: TurnRequest) -> np.ndarray:
+        """Render the new messages of a request to ids; `place` is its place in the tree (`decide`).
 
         It reads only immutable state, so another thread may call it.
         """
-        template, last = self._template(), decision.turn
+        template, last = self._template(), place.turn
         if last is None:
-            ids = template.prompt(decision.new, request.tools)
+            ids = template.prompt(place.new, request.tools)
         else:
             final = int(last.ids[-1]) if len(last.ids) else None
             ended_with = final if final in template.stop_ids else None
-            ids = template.continuation(last.message, ended_with, decision.new, request.tools)
+            ids = template.continuation(last.message, ended_with, place.new, request.tools)
         kept = np.array(ids, dtype=np.int32)
         kept.flags.writeable = False
-        return RenderedMessages(last, len(decision.new), kept)
+        return kept
 
     def prepare(
-        self, request: TurnRequest, rendered: RenderedMessages | None = None, place: Decision | None = None
+        self, request: TurnRequest, place: Decision | None = None, rendered: np.ndarray | None = None
     ) -> Prompt:
         """Return the prompt of one more turn; `record` or `abandon` must follow.
 
-        `place` is the current place of the request, if it is known. With `rendered` nothing is tokenized; raises
-        `StaleRendering` if the request has another place in the tree now.
+        `place` is the current place of the request in the tree, if it is known, and `rendered` are the ids of its new
+        messages (`render`), if they are.
         """
         if self.is_closed:
             raise SessionClosed("this session has ended")
-        decision = place or decide(self.tree, request)
+        place = place or decide(self.tree, request)
         try:
-            self.limits.check(self.counters.turns + self._in_flight, self.counters.sampled_tokens)
+            self.limits.check(self.counters.turns + len(self._in_flight), self.counters.sampled_tokens)
             template = self._template()
-            if decision.turn is not None and template.refusal is not None:
+            if place.turn is not None and template.refusal is not None:
                 raise ContinuationRefused(
                     f"this model's chat template cannot be continued turn by turn: {template.refusal}"
                 )
-            if self.strict and decision.outcome is MatchOutcome.FORKED:
+            if self.strict and place.outcome is MatchOutcome.FORKED:
                 raise ContinuationRefused(
                     "--strict-tokens: this request does not continue the end of a branch of the session; the client "
                     "has edited, compacted or branched its history"
                 )
-            context = decision.context or self._context(decision, request, rendered)
-            history = path(decision.turn)
+            context = place.context or Context(
+                ids=self.render(place, request) if rendered is None else rendered,
+                number=self.tree.next_context_number(),
+                parent=place.turn,
+                messages=tuple(Held(message) for message in place.new),
+                tools=request.tools if place.turn is None else (),
+            )
+            history = path(place.turn)
             ids = concatenate_ids(history, context)
             bound = self.limits.new_tokens(len(ids), self.counters.sampled_tokens, request.max_tokens)
         except LimitReached as reached:
-            if decision.turn is not None and decision.turn.is_leaf:
-                decision.turn.limited = reached.kind
+            if place.turn is not None and place.turn.is_leaf:
+                place.turn.limited = reached.kind
             raise
         except ContinuationRefused:
             self.counters.refused += 1
             raise
-        shared = len(ids) - (len(context.ids) if decision.context is None else 0)
+        shared = len(ids) - (len(context.ids) if place.context is None else 0)
         self.counters.prompt_tokens += len(ids)
         self.counters.shared_tokens += shared
         self._differing_in_prompts += count_retokenised(ids, history)
         self.counters.retokenised_tokens = self._differing_in_prompts
-        self.tree.begin(context)
-        self._in_flight += 1
-        return Prompt(ids, decision.outcome, context, shared, bound, f"turn_{uuid.uuid4().hex}")
+        if place.context is None:
+            self.tree.contexts_after(place.turn).append(context)
+        context.in_flight += 1
+        prompt = Prompt(ids, place.outcome, context, shared, bound, f"turn_{uuid.uuid4().hex}")
+        self._in_flight.add(prompt.turn_id)
+        return prompt
 
     def count_tokens(
-        self, request: TurnRequest, rendered: RenderedMessages | None = None, place: Decision | None = None
+        self, request: TurnRequest, place: Decision | None = None, rendered: np.ndarray | None = None
     ) -> int:
         """Return the number of tokens in the prompt of this request, without beginning or counting a turn."""
-        decision = place or decide(self.tree, request)
-        context = decision.context or self._context(decision, request, rendered)
-        return sum(len(turn.context.ids) + len(turn.ids) for turn in path(decision.turn)) + len(context.ids)
+        place = place or decide(self.tree, request)
+        if place.context is not None:
+            rendered = place.context.ids
+        elif rendered is None:
+            rendered = self.render(place, request)
+        return sum(len(turn.context.ids) + len(turn.ids) for turn in path(place.turn)) + len(rendered)
 
     def record(self, prompt: Prompt, turn: SampledTurn) -> Turn:
         """Add a turn that was sampled after `prompt` to the tree."""
@@ -225,7 +224,12 @@ class Session:
         return kept
 
     def abandon(self, prompt: Prompt, sampled: int = 0) -> None:
-        """End a turn whose client disconnected: the tokens sampled so far are counted and not trained on."""
+        """End a turn whose client disconnected: the tokens sampled so far are counted and not trained on.
+
+        Does nothing if the turn has ended.
+        """
+        if prompt.turn_id not in self._in_flight:
+            return
         self._ended(prompt)
         self.counters.abandoned += 1
         self.counters.abandoned_tokens += sampled
@@ -322,19 +326,6 @@ class Session:
             finished.samples[0].metadata["session"] = self.counters.to_dict()
         return finished.samples
 
-    def _context(self, decision: Decision, request: TurnRequest, rendered: RenderedMessages | None) -> Context:
-        if rendered is None:
-            rendered = self.render(decision, request)
-        elif rendered.turn is not decision.turn or rendered.new != len(decision.new):
-            raise StaleRendering
-        return Context(
-            number=self.tree.next_context_number(),
-            parent=decision.turn,
-            messages=tuple(Held(message) for message in decision.new),
-            ids=rendered.ids,
-            tools=request.tools if decision.turn is None else (),
-        )
-
     def _template(self) -> Template:
         if self.template is None:
             raise ContinuationRefused(
@@ -343,5 +334,8 @@ class Session:
         return self.template
 
     def _ended(self, prompt: Prompt) -> None:
-        self.tree.end(prompt.node)
-        self._in_flight -= 1
+        self._in_flight.remove(prompt.turn_id)
+        context = prompt.node
+        context.in_flight -= 1
+        if not context.in_flight and not context.turns:
+            self.tree.contexts_after(context.parent).remove(context)

@@ -11,15 +11,13 @@ turns (they drop earlier reasoning) rewrite only the stand-in.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import json
 import logging
 import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -44,7 +42,6 @@ from slime.agent.session.template_probe import (
     tool,
     user_message,
 )
-from slime.agent.session.turn import ParserFactory
 from slime.models.parsers.events import OutputParser
 from slime.models.parsers.formats import TOOL_CALL_PARSERS, Formats, detect_formats, make_parser
 from slime.storage.json_types import JsonMapping
@@ -114,11 +111,6 @@ class ChatTemplate:
             ids = [int(self._tokenizer.eos_token_id), *ids]
         return np.array(ids, np.int32)
 
-    def starts_in_reasoning(self, prompt_ids: Sequence[int] | np.ndarray) -> bool:
-        """Return whether a prompt ends with a think block that the template opened."""
-        tail = [int(id_) for id_ in prompt_ids[-_TAIL:]]
-        return _OPENED.search(self._tokenizer.decode(tail, skip_special_tokens=False)) is not None
-
     def _delta(
         self, last: Message, new: Sequence[Message], tools: Sequence[JsonMapping]
     ) -> tuple[str, str, str | None]:
@@ -154,23 +146,18 @@ class ChatTemplate:
 
         If the template refuses them, try again with completed tools, then with the strictest shape.
         """
-        try:
-            return self._render(self.shape, messages, tools)
-        except TemplateRefused as refused:
-            complete = [complete_tool(tool) for tool in tools]
-            for shape in (self.shape, self.shape.strictest()):
-                with contextlib.suppress(TemplateRefused):
-                    return self._render(shape, messages, complete)
-            raise refused
-
-    def _render(
-        self, shape: TemplateShape, messages: Sequence[Message], tools: Sequence[JsonMapping]
-    ) -> tuple[str, str | None]:
-        shaped = shape.of(messages)
-        marks = self._special.marks_for([shaped, tools])
-        if marks is not None:
-            shaped, tools = self._special.broken(shaped, marks), self._special.broken(tools, marks)
-        return self._renderer.text(shaped, tools), marks
+        refused: TemplateRefused | None = None
+        for shape, completes in ((self.shape, False), (self.shape, True), (self.shape.strictest(), True)):
+            try:
+                shaped, given = shape.of(messages), [complete_tool(tool) for tool in tools] if completes else tools
+                marks = self._special.marks_for([shaped, given])
+                if marks is not None:
+                    shaped, given = self._special.broken(shaped, marks), self._special.broken(given, marks)
+                return self._renderer.text(shaped, given), marks
+            except TemplateRefused as error:
+                refused = refused or error
+        assert refused is not None
+        raise refused
 
     def _probed(self) -> str | None:
         if not self._renderer.source:
@@ -241,16 +228,14 @@ class ChatModel:
             self._templates[key] = ChatTemplate(self.tokenizer, kwargs=dict(kwargs))
         return self._templates[key]
 
-    def parsers(self, template: ChatTemplate) -> ParserFactory:
-        """Return the factory for parsers of answers with this template."""
-        return partial(self._parser, template)
-
-    def check_length(self, request: TurnRequest, context: int) -> None:
+    def check_length(self, request: TurnRequest, context: int | None) -> None:
         """Raise `PromptExceedsContext` if a request has more tokens than the context; stop as soon as that is certain.
 
         Only a request with many more characters than usual prompts of this length is checked. Its pieces are tokenized
         separately, which adds a few tokens at each border (`_BORDER_TOKENS`).
         """
+        if context is None:
+            return
         if len(request.messages) > context:
             raise PromptExceedsContext(len(request.messages), context - 1)
         texts = [text for message in request.messages for text in (message.content, message.reasoning or "")]
@@ -275,15 +260,17 @@ class ChatModel:
             return len(self.tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=False)[0])
         return len(self.tokenizer.encode(text, add_special_tokens=False))
 
-    def _parser(self, template: ChatTemplate, request: TurnRequest, prompt_ids: np.ndarray) -> OutputParser:
+    def parser(self, request: TurnRequest, prompt_ids: Sequence[int] | np.ndarray) -> OutputParser:
+        """Return a parser for the answer to a request whose prompt has these ids."""
         offers_tools = bool(request.tools)
         formats = self.formats[offers_tools]
         if request.tool_choice == "none" or not offers_tools:
-            formats = dataclasses.replace(formats, tool=None)  # text that looks like a call stays text
+            formats = replace(formats, tool=None)  # text that looks like a call stays text
         elif formats.tool is None and self.warning is None:
             self.warning = _tool_call_warning(self.sources[True])
             logger.warning("%s", self.warning)
-        in_reasoning = template.starts_in_reasoning(prompt_ids)
+        tail = self.tokenizer.decode([int(id_) for id_ in prompt_ids[-_TAIL:]], skip_special_tokens=False)
+        in_reasoning = _OPENED.search(tail) is not None  # in a think block that the template opened
         return make_parser(formats, tools=request.tools, starts_in_reasoning=in_reasoning)
 
 

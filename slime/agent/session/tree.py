@@ -173,19 +173,6 @@ class Tree:
         """Return the contexts after `turn`, or the roots."""
         return self.roots if turn is None else turn.contexts
 
-    def begin(self, context: Context) -> None:
-        """Note that a turn is being sampled after this context, and add the context to the tree."""
-        siblings = self.contexts_after(context.parent)
-        if context not in siblings:
-            siblings.append(context)
-        context.in_flight += 1
-
-    def end(self, context: Context) -> None:
-        """Note that sampling has ended; a context without turns and without sampling in flight is removed."""
-        context.in_flight -= 1
-        if not context.in_flight and not context.turns:
-            self.contexts_after(context.parent).remove(context)
-
     def add(self, turn: Turn) -> bool:
         """Add a turn under its context; returns True if that is a fork, which adds a leaf to a non-empty tree."""
         parent = turn.parent

@@ -20,6 +20,7 @@ import numpy as np
 
 from slime.agent.messages import Message, ToolCall, TurnRequest
 from slime.agent.session.session import Prompt, SampledTurn, Session
+from slime.agent.session.template import ChatModel
 from slime.agent.session.tree import Turn
 from slime.engine.http.errors import EngineError
 from slime.engine.http.pool import EnginePool
@@ -38,9 +39,8 @@ from slime.storage.json_types import JsonMapping, JsonObject
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-OnEvent = Callable[[Event], Awaitable[None]]
-ParserFactory = Callable[[TurnRequest, np.ndarray], OutputParser]
-"""Makes the parser for the answer to a request whose prompt has these ids."""
+OnEvents = Callable[[list[Event]], Awaitable[None]]
+OnIds = Callable[[list[int]], Awaitable[None]]
 
 CLIENT_PARAMS = frozenset({"stop", "json_schema", "regex", "ebnf", "structural_tag"})
 """Sampling parameters that a client may set if the trainer does not: stop texts and the output format.
@@ -121,10 +121,6 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[
     return found
 
 
-OnText = Callable[[str, list[int]], Awaitable[None]]
-"""Called for each piece of a growing answer, with its final text and its ids."""
-
-
 EACH_TOKEN = 1
 ABORT_AGAIN_S = 0.05
 ABORT_TIMEOUT_S = 30.0
@@ -134,17 +130,15 @@ class EngineSampler:
     """Sends the requests of one sample to the engines of `pool`.
 
     With a `ticket` requests wait at the ticket's gate, and `leave_engines` moves requests in flight back to it. If
-    `given_up` returns True, an aborted answer is final. `version` names the weights that all engines have. `stop_ids`
-    end a turn: they are among the ids and not in the text. `draws` gives each request its own seed. With `routing` the
-    answers contain the experts that the routers chose, for all tokens that were not known.
+    `given_up` returns True, an aborted answer is final. `version` names the weights that all engines have. `draws`
+    gives each request its own seed. With `routing` the answers contain the experts that the routers chose, for all
+    tokens that were not known.
     """
 
     def __init__(
         self,
         pool: EnginePool,
-        tokenizer: PreTrainedTokenizerBase,
         *,
-        stop_ids: Collection[int] = (),
         fault_tolerant: bool = False,
         ticket: Ticket | None = None,
         given_up: Callable[[], bool] = lambda: False,
@@ -153,8 +147,6 @@ class EngineSampler:
         routing: bool = False,
     ) -> None:
         self._pool = pool
-        self._tokenizer = tokenizer
-        self._stop_ids = frozenset(stop_ids)
         self._fault_tolerant = fault_tolerant
         self._ticket = ticket
         self._at_engines: set[str] = set()
@@ -164,44 +156,28 @@ class EngineSampler:
         self._routing = routing
 
     async def sample(
-        self,
-        ids: np.ndarray,
-        params: JsonMapping,
-        *,
-        affinity: str,
-        on_text: OnText | None = None,
-        known: int = 0,
+        self, ids: np.ndarray, params: JsonMapping, *, affinity: str, on_ids: OnIds | None = None, known: int = 0
     ) -> GenerateResult:
         """Sample an answer to `ids`: requests that were cut off are resumed. Equal `affinity` selects the same engine.
 
-        The expert routing of the first `known` ids is known already, if routing is recorded. The text of the answer
-        lacks the token that ended the turn. Its `finish_type` is "stop", "length" or, if the rollout was given up,
+        `on_ids` is called with the sampled ids as they arrive. The expert routing of the first `known` ids is known
+        already, if routing is recorded. The answer's `finish_type` is "stop", "length" or, if the rollout was given up,
         "abort". Its `meta_info` is the engine's metadata over all requests of the answer, in the form that
         `Sample.append_response_tokens` takes.
         """
         params = {**self._draws(params), "skip_special_tokens": False, "no_stop_trim": True}
-        if on_text is not None:
+        if on_ids is not None:
             params["stream_interval"] = EACH_TOKEN
         routing = routed_experts_fields(known) if self._routing else {}
         parts: list[GenerateResult] = []
         sampled = masked_until = 0
-        detokenizer, pieces = Detokenizer(self._tokenizer, self._stop_ids), []
-
-        def is_full() -> bool:
-            is_cut = not parts or parts[-1].finish_type == "abort"
-            return is_cut and bool(sampled) and sampled >= params["max_new_tokens"]
 
         def rest() -> JsonObject | None:
-            if is_full():
+            if sampled and sampled >= params["max_new_tokens"]:
                 return None
             input_ids = np.concatenate([ids, *(part.id_array for part in parts)]) if parts else ids
             left = continued_params(params, sampled)
             return {"input_ids": input_ids, "sampling_params": left, "return_logprob": True, **routing}
-
-        async def on_ids(new: list[int]) -> None:
-            assert on_text is not None
-            pieces.append(detokenizer.feed(new))
-            await on_text(pieces[-1], new)
 
         async def send(request: JsonObject) -> GenerateResult:
             version, rid = self._version(), uuid.uuid4().hex
@@ -209,11 +185,7 @@ class EngineSampler:
             self._at_engines.add(rid)
             try:
                 part = await request_completion(
-                    self._pool,
-                    request,
-                    affinity,
-                    fault_tolerant=self._fault_tolerant,
-                    on_ids=None if on_text is None else on_ids,
+                    self._pool, request, affinity, fault_tolerant=self._fault_tolerant, on_ids=on_ids
                 )
             finally:
                 self._at_engines.discard(rid)
@@ -226,17 +198,11 @@ class EngineSampler:
                 masked_until = sampled
             parts.append(part)
             sampled += len(part.id_array)
-            if on_text is None:
-                pieces.append(detokenizer.feed(part.token_ids))
             return len(part.id_array) if part.finish_type == "abort" else None
 
         await complete(rest, send, take, ticket=self._ticket, given_up=self._given_up)
-        if held_back := detokenizer.end():
-            pieces.append(held_back)
-            if on_text is not None:
-                await on_text(held_back, [])
-        answer = GenerateResult.joined(parts, "".join(pieces))
-        if is_full():
+        answer = GenerateResult.joined(parts, "".join(part.text for part in parts))
+        if answer.finish_type == "abort" and sampled and sampled >= params["max_new_tokens"]:
             answer = replace(answer, finish_type="length")
             answer.meta_info["finish_reason"] = {"type": "length", "length": sampled}
         if masked_until:
@@ -273,42 +239,43 @@ async def take_turn(
     request: TurnRequest,
     prompt: Prompt,
     sampler: EngineSampler,
-    parser_factory: ParserFactory,
+    model: ChatModel,
     params: JsonMapping,
-    on_event: OnEvent | None = None,
+    on_events: OnEvents | None = None,
 ) -> RecordedTurn:
     """Sample, parse and record the turn that was prepared as `prompt`; it is recorded under the prompt's `turn_id`.
 
-    The answer ends at the client's stop texts, unless the trainer sets its own, and does not contain them.
+    The answer ends at the client's stop texts, unless the trainer sets its own, and does not contain them. `on_events`
+    is called with the parser's events as the answer grows.
     """
-    stop = None if params.get("stop") is not None else request.params.get("stop")
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    reader = _AnswerReader(parser_factory(request, prompt.ids), stops)
-    sampled = 0
+    # The trainer's sampling parameters, the smallest of all limits, and the parameters that a client may set.
+    asked = {
+        name: value
+        for name, value in request.params.items()
+        if name in CLIENT_PARAMS and params.get(name) is None and value is not None
+    }
+    merged = {**params, **asked}
+    bounds = [bound for bound in (params.get("max_new_tokens"), prompt.max_new_tokens) if bound is not None]
+    if bounds:
+        merged["max_new_tokens"] = min(bounds)
+        if merged.get("min_new_tokens"):
+            merged["min_new_tokens"] = min(merged["min_new_tokens"], merged["max_new_tokens"])
+    stop_ids = session.template.stop_ids if session.template is not None else frozenset()
+    merged["stop_token_ids"] = sorted({*(params.get("stop_token_ids") or ()), *stop_ids})
+    stop = asked.get("stop") or ()
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
 
-    async def on_text(text: str, ids: list[int]) -> None:
-        nonlocal sampled
-        sampled += len(ids)
-        assert on_event is not None
-        for event in reader.feed(text):
-            await on_event(event)
-
+    # Sample the answer; a stream is parsed while it grows.
+    reader = AnswerReader(Detokenizer(model.tokenizer, stop_ids), model.parser(request, prompt.ids), stops, on_events)
     try:
         known = max(0, len(prompt.ids) - len(prompt.node.ids) - 1)  # the engine never computed the last token of a turn
-        answer = await sampler.sample(
-            prompt.ids,
-            turn_params(params, request, prompt, session),
-            affinity=session.key,
-            on_text=None if on_event is None else on_text,
-            known=known,
-        )
-        if on_event is None:
-            reader.feed(answer.text)
-        for event in reader.end():
-            if on_event is not None:
-                await on_event(event)
+        on_ids = None if on_events is None else reader.feed
+        answer = await sampler.sample(prompt.ids, merged, affinity=session.key, on_ids=on_ids, known=known)
         if answer.finish_type == "abort":
             raise GivenUp("the rollout was given up while this turn was sampled")
+        await reader.feed(answer.token_ids if on_ids is None else [], is_end=True)
+
+        # Record it.
         output = gathered(reader.events)
         finish = "tool_calls" if output.calls and answer.finish_type == "stop" else answer.finish_type
         calls = tuple(ToolCall(call.id, call.name, call.arguments) for call in output.calls)
@@ -318,65 +285,61 @@ async def take_turn(
             finish,
             answer.meta_info,
             Message("assistant", output.text, output.reasoning, calls, reference=prompt.turn_id),
-            text=answer.text,
+            text=reader.text,
             ill_formed=output.ill_formed,
         )
         return RecordedTurn(session.record(prompt, turn), prompt, output, answer, finish)
     except BaseException:
-        session.abandon(prompt, sampled)
+        session.abandon(prompt, reader.sampled)
         raise
 
 
-def turn_params(params: JsonMapping, request: TurnRequest, prompt: Prompt, session: Session) -> JsonObject:
-    """Merge the trainer's sampling parameters, the smallest of all limits, and the parameters that a client may set."""
-    merged = {
-        name: value
-        for name, value in request.params.items()
-        if name in CLIENT_PARAMS and params.get(name) is None and value is not None
-    }
-    merged = {**params, **merged}
-    bounds = [bound for bound in (params.get("max_new_tokens"), prompt.max_new_tokens) if bound is not None]
-    if bounds:
-        merged["max_new_tokens"] = min(bounds)
-    if merged.get("min_new_tokens") and bounds:
-        merged["min_new_tokens"] = min(merged["min_new_tokens"], merged["max_new_tokens"])
-    stops = session.template.stop_ids if session.template is not None else frozenset()
-    merged["stop_token_ids"] = sorted({*(params.get("stop_token_ids") or ()), *stops})
-    return merged
+class AnswerReader:
+    """Decodes the sampled ids of an answer, and parses its text up to the first of the stop texts.
 
+    `on_events`, if given, is called with the events of each piece.
+    """
 
-class _AnswerReader:
-    """Parses an answer piece by piece, up to the first of the stop texts."""
-
-    def __init__(self, parser: OutputParser, stops: Sequence[str]) -> None:
-        self._parser = parser
+    def __init__(
+        self, detokenizer: Detokenizer, parser: OutputParser, stops: Sequence[str], on_events: OnEvents | None
+    ) -> None:
+        self.sampled = 0
+        self.events: list[Event] = []
+        self._detokenizer, self._parser, self._on_events = detokenizer, parser, on_events
         self._stops = stops
         self._held = ""
+        """The beginning of a possible stop text."""
         self._is_stopped = False
-        self.events: list[Event] = []
+        self._texts: list[str] = []
 
-    def feed(self, text: str) -> list[Event]:
-        """Parse more text and return its events; the beginning of a possible stop text is held back."""
-        was_stopped = self._is_stopped
-        if self._stops:
+    @property
+    def text(self) -> str:
+        """The whole text of the answer, also after a stop text."""
+        return "".join(self._texts)
+
+    async def feed(self, ids: list[int], *, is_end: bool = False) -> None:
+        """Read the next sampled ids; with `is_end` they are the last ones, and nothing is held back."""
+        self.sampled += len(ids)
+        text = self._detokenizer.feed(ids)
+        if is_end:
+            text += self._detokenizer.end()
+        self._texts.append(text)
+        if self._is_stopped:
+            text = ""
+        elif self._stops:
             text = self._held + text
             found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-            kept = 0 if found else max(_overlap(text, stop) for stop in self._stops)
+            kept = 0 if found or is_end else max(_overlap(text, stop) for stop in self._stops)
             end = min(found) if found else len(text) - kept
             text, self._held = text[:end], text[len(text) - kept :]
-            self._is_stopped |= bool(found)
-        if was_stopped or not text:
-            return []
-        events = self._parser.feed(text)
-        self.events += events
-        return events
-
-    def end(self) -> list[Event]:
-        """Parse the held-back text, end the parser, and return the remaining events."""
-        events = [] if self._is_stopped or not self._held else self._parser.feed(self._held)
-        events += self._parser.end()
-        self.events += events
-        return events
+            self._is_stopped = bool(found)
+        events = self._parser.feed(text) if text else []
+        if is_end:
+            events += self._parser.end()
+        if events:
+            self.events += events
+            if self._on_events is not None:
+                await self._on_events(events)
 
 
 def _overlap(text: str, stop: str) -> int:

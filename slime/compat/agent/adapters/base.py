@@ -31,7 +31,7 @@ from slime.agent.server.dialects import (
 from slime.agent.server.request_limits import INLINE_BODY_BYTES, Intake
 from slime.agent.server.sessions import OpenSession, Sessions
 from slime.agent.server.settings import Opening
-from slime.agent.session.limits import SessionRefusal, TemplateRefused
+from slime.agent.session.limits import SessionRefusal
 from slime.agent.session.template import ChatModel
 from slime.agent.session.tree import Turn
 from slime.cluster.http_checks import foreign, no_foreign_pages
@@ -175,21 +175,20 @@ class BaseAdapter:
             with intake.request() as room:
                 raw = await room.body(request, is_decompressed=True)
                 is_small = len(raw) <= INLINE_BODY_BYTES
-                body = self._preprocess_body(await intake.run(partial(_object_of, raw), inline=is_small))
+                given = _object_of(raw) if is_small else await intake.run(partial(_object_of, raw))
+                body = self._preprocess_body(given)
                 sid = self._session_id(request, body)
                 if sid == DEFAULT_SID and (found := foreign(request.headers)) is not None:  # a publicly known id
                     raise Problem(Kind.NO_SESSION, found.message)
                 intake = self._session_of(sid).intake
                 room.move_to(intake)
                 understood = partial(self._understood, dialect, request, body, intake.context)
-                asked = await intake.run(understood, inline=is_small)
+                asked = understood() if is_small else await intake.run(understood)
                 held = self._session_of(sid)  # the session may have ended since
                 with _Answering(self, sid):
                     return await self._respond(request, held, dialect, asked)
         except SessionRefusal as refusal:
             return self._build_reply(dialect, refusal_problem(refusal))
-        except TemplateRefused as refused:
-            return self._build_reply(dialect, Problem(Kind.BAD_BODY, str(refused)))
         except Problem as problem:
             return self._build_reply(dialect, problem)
 
@@ -207,7 +206,7 @@ class BaseAdapter:
         """Parse a body and check that its prompt can fit; raises `Problem`."""
         asked = self._translate(dialect, request, body)
         if self._sessions is not None and not asked.count_only:
-            self._sessions.check_length(asked.request, context)
+            self._sessions.model.check_length(asked.request, context)
         return asked
 
     def _session_of(self, sid: str) -> OpenSession:
