@@ -32,6 +32,7 @@ from tests.model_files import add_weights
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+RESULTS = ROOT / "benchmarks" / "RESULTS.md"
 HAND_WRITTEN = [page for page in PAGES if page.name not in ("flags.md", "migration.md")]
 OF_TRAIN = {spec.flag for spec in FLAG_SPECS.values()} | {name for name, _, _ in FILE_FLAGS}
 SWITCHES = {spec.flag for spec in FLAG_SPECS.values() if spec.kind == "bool"}
@@ -90,7 +91,7 @@ def is_train_flag(word: str) -> bool:
     return flag in OF_TRAIN or positive in SWITCHES or flag[2:] in MEGATRON_FLAGS or flag.startswith(CARRIED)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, RESULTS], ids=lambda page: page.name)
 def test_relative_links_resolve(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if not re.match(r"[a-z]+:|#", target):
@@ -111,6 +112,32 @@ def test_commands_use_flags_that_exist(page: Path, serve_flags: set[str]) -> Non
         else:
             continue
         assert not wrong, f"{page.name}: {' '.join(program)} has no {', '.join(wrong)}"
+
+
+def results_commands() -> list[list[str]]:
+    """Returns the words of each command in the last column of the tables of RESULTS.md."""
+    rows = re.findall(r"^\|.*\| ([^|]*) \|$", RESULTS.read_text(), re.MULTILINE)
+    return [shlex.split(span) for cell in rows for span in re.findall(r"`([^`]+)`", cell)]
+
+
+def test_commands_of_the_results_name_files_targets_and_flags_that_exist() -> None:
+    targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    programs = [words for words in results_commands() if not words[0].startswith("-")]
+    assert len(programs) > 40
+    for words in programs:
+        command = " ".join(words)
+        if words[0] == "make":
+            assert words[1] in targets, command
+        elif words[0] == "slime":
+            assert not [word for word in words if word.startswith("--") and not is_train_flag(word)], command
+        else:
+            is_file = len(words) == 1
+            assert is_file or words[0] in ("python", "pytest"), command
+            path = ROOT / words[0 if is_file else 1].partition("::")[0]
+            assert path.exists(), command
+            own = set(re.findall(r"--[a-z][a-z0-9-]*", path.read_text())) if path.is_file() else set()
+            unknown = [word for word in words[2:] if word.startswith("--") and " " not in word and word not in own]
+            assert all(map(is_train_flag, unknown)), f"{command}: {unknown}"
 
 
 @PAGES_BY_NAME
