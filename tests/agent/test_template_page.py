@@ -15,7 +15,7 @@ from tests.agent.families import FAMILIES, family_tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "agents.md"
 _TABLE = re.compile(r"(<!-- made by [^>]* -->\n).*?(<!-- end -->)", re.DOTALL)
-_HEAD = "| template | a turn ends with | results of tools | system message in the middle | calls | earlier turns |\n"
+_HEAD = "| template | turn ends with | tool results | later system message | calls | earlier turns |\n"
 NAMES = {
     "qwen2_5": "Qwen2.5",
     "qwen3": "Qwen3",
@@ -32,7 +32,7 @@ NAMES = {
     "gemma4": "Gemma 4",
     "nemotron": "Nemotron 3",
     "mistral": "Mistral",
-    "plain": "words only",
+    "plain": "plain text",
 }
 
 
@@ -40,12 +40,12 @@ def row(family: str) -> str:
     template = ChatTemplate(family_tokenizer(family))
     shape, ending = template.shape, template.ending
     tokens = ", ".join(f"`{token}`".replace("|", "\\|") for token in ending.stops)
-    ends = f"{tokens} of what follows" if ending.way is TurnEndStyle.OPENED else tokens or "nothing of its own"
+    ends = f"{tokens} (of the next turn)" if ending.way is TurnEndStyle.OPENED else tokens or "no token"
     cells = [
         NAMES[family],
         ends,
-        "as such" if shape.tools else "as a question",
-        "as such" if shape.system_anywhere else "as a reminder",
+        "native" if shape.tools else "user message",
+        "native" if shape.system_anywhere else "reminder",
         calls(template),
         "kept" if keeps_history(template, family) else "rewritten",
     ]
@@ -55,9 +55,13 @@ def row(family: str) -> str:
 def calls(template: ChatTemplate) -> str:
     shape = template.shape
     if not shape.calls:
-        return "as text"
-    arguments = "arguments as a mapping" if shape.mapped_arguments else "arguments as text"
-    return arguments + ("" if shape.parallel_calls else ", one a turn") + ("" if shape.any_call_id else ", ids of nine")
+        return "text"
+    arguments = "mapping" if shape.mapped_arguments else "JSON text"
+    return (
+        arguments
+        + ("" if shape.parallel_calls else ", one per turn")
+        + ("" if shape.any_call_id else ", 9-character ids")
+    )
 
 
 def keeps_history(template: ChatTemplate, family: str) -> bool:
