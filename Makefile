@@ -21,7 +21,7 @@ help:            ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 20
 
 quickstart: $(VENV)/.installed   ## train a tiny model on arithmetic, whole system, a few minutes on a CPU (ARGS="--device cuda")
-	$(RUN) examples/quickstart/run.py $(ARGS)
+	$(VENV)/bin/slime quickstart $(ARGS)
 
 SUITE := 'not slow and not migration and not megatron and not ray and not examples and not agents and not kernels and not recovery and not long'
 test: $(VENV)/.installed-dev   ## lint, and all tests but those of the next targets

@@ -29,7 +29,7 @@ from typing import Any
 import aiohttp
 
 ROOT = Path(__file__).resolve().parents[1]
-TOKENIZER = ROOT / "examples/quickstart/tokenizer"
+TOKENIZER = ROOT / "slime/quickstart/tokenizer"
 LOADS = {"256 x (128 + 512)": (256, 128, 512), "1 x (128 + 65,536)": (1, 128, 65536)}
 STEP_SECONDS = {512: 0.004, 65536: 0.00005}
 

@@ -101,7 +101,7 @@ def cases(seeds: list[int], kinds: list[str]) -> list[Case]:
 
 def run(case: Case, folder: Path) -> Outcome:
     """One quickstart in a process of its own; its scores come from the run's metrics file."""
-    command = [sys.executable, str(ROOT / "examples/quickstart/run.py"), "--output-dir", str(folder)]
+    command = [sys.executable, "-m", "slime.cli", "quickstart", "--output-dir", str(folder)]
     command += ["--seed", str(case.seed), "--mode", case.mode, "--lora-rank", str(case.lora_rank)]
     began = grpo_began = time.monotonic()
     tail: list[str] = []

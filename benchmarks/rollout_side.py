@@ -41,7 +41,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-TOKENIZER = ROOT / "examples/quickstart/tokenizer"
+TOKENIZER = ROOT / "slime/quickstart/tokenizer"
 PARTS = ("in", "answers", "batch", "cpu")
 
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 from slime.cluster.devices import threads_per_process  # noqa: E402
 from slime.cluster.process import ChildProcess  # noqa: E402
 
-TOKENIZER = ROOT / "examples/quickstart/tokenizer"
+TOKENIZER = ROOT / "slime/quickstart/tokenizer"
 
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -82,7 +82,7 @@ def make_model(
             num_attention_heads=width // 16,
             num_key_value_heads=width // 32,
             head_dim=16,
-            initializer_range=width**-0.5,  # see examples/quickstart/arithmetic.py
+            initializer_range=width**-0.5,  # see slime/quickstart/arithmetic.py
             max_position_embeddings=1024,
             tie_word_embeddings=tied,
             bos_token_id=None,

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE / "quickstart"), str(HERE.parent)]
-
-from arithmetic import make_model  # noqa: E402
+sys.path.insert(0, str(HERE.parent))
 
 import slime  # noqa: E402
+from slime.quickstart.arithmetic import make_model  # noqa: E402
 
 
 def arguments(about: str | None, name: str, *, warm_up_steps: int) -> argparse.ArgumentParser:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,29 +15,35 @@ if TYPE_CHECKING:
 _USAGE = """\
 usage: slime COMMAND ...
 
-  train        train a model; the same as python train.py (slime train --help lists the flags)
-  train-async  the same, generating while it trains (--async-mode one-step or full); python train_async.py
-  eval         evaluate a model, or with --load a checkpoint, on --eval-prompt-data or --eval-config, and end; it needs
-               no prompts to train on, and takes the other flags of train
-  stages       train in stages that one config file describes: slime stages FILE [FLAGS] (docs/stages.md)
-  plan         print what a training run would do, and stop; the same as slime train --dry-run
-  samples      list, filter and export the samples of a run (slime samples --help)
-  serve        start the embedded inference engine alone (slime serve --help), or with --rollout-backend or
-               --rollout-num-gpus several engines and a router (the engine flags of train);
-               slime serve --join HOST:PORT starts an engine for a run that was started with --fleet-address
-  fleet        list the engines of such a run: slime fleet RUN_DIR (slime fleet --help)
-  convert      write a checkpoint of a run, or a model folder in another precision, as a Hugging Face folder
-               (slime convert --help)
-  models       list published models whose shape is known; slime models NAME prints a config.json to plan with, and
-               makes a folder with random weights to try a run with (slime models --help)
-  flags        list all flags of train, or those that match all given words: slime flags batch size; --markdown prints
-               the table of the documentation, --stub the signature of slime.run
+  quickstart   train a tiny model to add, the whole system on a CPU, two minutes
+  train        train a model; the same as python train.py
+  train-async  train while the next responses are generated
+  eval         evaluate a model or checkpoint
+  stages       train in stages that one file describes
+  plan         print what a training command would do, and whether it fits
+  samples      list, filter and export the samples of a run
+  serve        start inference engines
+  fleet        list the engines of a run
+  convert      write a checkpoint as a Hugging Face folder
+  models       list known models; print a config.json to plan with
+  flags        search the flags by words
+  help         help on a command, a topic or a flag
   version      print the version
+
+Flags of train that most runs need
+"""
+_MORE = """
+slime COMMAND --help shows a command, slime --help-all every flag, slime help TOPIC the flags of a topic:
 """
 
+_STAGES_USAGE = """\
+usage: slime stages FILE [--FLAG VALUE ...]
+
+Trains in stages that a TOML or YAML file describes. Flags of slime train that follow apply to every stage.
+"""
 _COMMANDS = (
-    "train", "train-async", "eval", "stages", "plan", "serve", "fleet", "samples", "convert", "models", "flags",
-    "version",
+    "quickstart", "train", "train-async", "eval", "stages", "plan", "samples", "serve", "fleet", "convert", "models",
+    "flags", "help", "version",
 )  # fmt: skip
 EXIT_OK, EXIT_RUN_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
 
@@ -44,9 +51,6 @@ EXIT_OK, EXIT_RUN_FAILED, EXIT_USER_ERROR, EXIT_INTERRUPTED = 0, 1, 2, 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; a user's mistake is one line on stderr and exit code 2."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if words and words[0] in ("-h", "--help", "help"):
-        print(_USAGE, end="")
-        return EXIT_OK
     try:
         return _command(words)(words[1:])
     except UserError as error:
@@ -70,6 +74,10 @@ def _command(words: Sequence[str]) -> Callable[[Sequence[str]], int]:
     if not words:
         raise UserError(f"a command is missing: one of {', '.join(_COMMANDS)}")
     match words[0]:
+        case "quickstart":
+            from slime.quickstart import quickstart_command
+
+            return quickstart_command
         case "train":
             return lambda rest: _run(resolve(parse_flags(rest)))
         case "train-async":
@@ -100,6 +108,10 @@ def _command(words: Sequence[str]) -> Callable[[Sequence[str]], int]:
             return models_command
         case "flags":
             return _flags
+        case "help" | "--help" | "-h":
+            return _help
+        case "--help-all":
+            return lambda rest: _train(["--help-all"])
         case "version" | "--version":
             return _version
     hint = did_you_mean(words[0], (*_COMMANDS, "--version")) or ": slime --help lists the commands"
@@ -150,6 +162,9 @@ def _run(config: Config) -> int:
 def _stages(words: Sequence[str]) -> int:
     from slime.driver.stages import read_stages
 
+    if words and words[0] in ("-h", "--help"):
+        print(_STAGES_USAGE, end="")
+        return EXIT_OK
     if not words or words[0].startswith("-"):
         raise UserError("slime stages needs the config file first: slime stages FILE [FLAGS of slime train]")
     for stage in read_stages(words[0], words[1:]):
@@ -196,6 +211,25 @@ def _flags(words: Sequence[str]) -> int:
 
     print(format_help(), end="")
     return EXIT_OK
+
+
+def _help(words: Sequence[str]) -> int:
+    """Print the first screen, or the help on a command, a topic or a flag."""
+    from slime.config.help import format_essentials, format_topic, topics
+
+    if not words:
+        print(_USAGE + format_essentials() + _MORE, end="")
+        names = textwrap.fill(", ".join(topics()), 96, break_on_hyphens=False)
+        print(textwrap.indent(names, "  "))
+        return EXIT_OK
+    topic = words[0]
+    found = format_topic(topic) if len(words) == 1 else None
+    if found is not None:
+        print(found, end="")
+        return EXIT_OK
+    if topic in _COMMANDS and topic not in ("help", "version", "flags"):
+        return _command([topic])(["--help"])
+    return _flags(words)
 
 
 def _version(words: Sequence[str]) -> int:

@@ -74,7 +74,7 @@ def _without_free_memory(plan: str) -> list[str]:
         (["tarin"], "error: unknown command tarin: did you mean train?"),
         (
             [],
-            "error: a command is missing: one of train, train-async, eval, stages, plan, serve, fleet, samples, convert, models, flags, version",
+            "error: a command is missing: one of quickstart, train, train-async, eval, stages, plan, samples, serve, fleet, convert, models, flags, help, version",
         ),
         (
             ["flags", "lerning", "rate"],
@@ -100,6 +100,42 @@ def test_help_and_version_go_to_stdout_with_exit_code_0(words: list[str], capsys
     captured = capsys.readouterr()
     assert "slime" in captured.out
     assert captured.err == ""
+
+
+def test_help_fits_a_screen_and_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["help"]) == 0
+    text = capsys.readouterr().out
+    assert cli.main(["--help"]) == 0
+    assert capsys.readouterr().out == text
+    assert len(text.splitlines()) <= 45
+    assert max(map(len, text.splitlines())) <= 105
+    assert [line.split()[0] for line in text.splitlines()[2:16]] == list(cli._COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("topic", "expected"),
+    [
+        ("optimizer", "--adam-beta1"),
+        ("distillation", "--opd-kl-coef"),
+        ("upstream", "without effect"),
+        ("--lr", "peak learning rate"),
+        ("rollout_batch_size", "--rollout-batch-size N"),
+        ("samples", "usage: slime samples"),
+        ("quickstart", "usage: slime quickstart"),
+        ("temperature", "--rollout-temperature"),
+    ],
+)
+def test_help_knows_topics_commands_flags_and_words(
+    topic: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["help", topic]) == 0
+    assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", [name for name in cli._COMMANDS if name not in ("help", "version", "flags")])
+def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([command, "--help"]) == 0
+    assert "usage: " in capsys.readouterr().out
 
 
 def test_interrupt_exits_with_code_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Help text, flag tables in Markdown, and the search for flags by words.
+"""Help texts: one screen, topics and all flags; flag tables in Markdown; the search for flags by words.
 
 Invariant: every word of a search is in the name, the help or the group of each flag that is shown. slime's own flags
 come first, and among them the flags with the words in their names. Flags that this version does not support are shown
@@ -44,8 +44,72 @@ FILE_FLAGS: tuple[tuple[str, str, str], ...] = (
         "FILE",
         "YAML file that sets flags, with precedence over the command line, and values that plugins read as args.<name>",
     ),
-    ("--help", "", "show this text"),
+    ("--help", "", "show the flags that most runs need"),
+    ("--help-all", "", "show all flags"),
 )
+ESSENTIAL_FLAGS: tuple[tuple[str, str], ...] = (
+    ("hf_checkpoint", "Hugging Face model folder to start from"),
+    ("prompt_data", "prompts, .jsonl or .parquet"),
+    ("input_key", "column of the prompt"),
+    ("label_key", "column of the reference answer"),
+    ("rm_type", "built-in reward: math, dapo, deepscaler, f1, gpqa, ifbench, ..."),
+    ("custom_rm_path", "your reward instead: FILE.py:function or module.function"),
+    ("rollout_batch_size", "prompts per step"),
+    ("n_samples_per_prompt", "responses per prompt"),
+    ("rollout_max_response_len", "new tokens per response, at most"),
+    ("num_rollout", "steps of the run"),
+    ("advantage_estimator", "grpo, gspo, ppo, reinforce_plus_plus, ..."),
+    ("lr", "learning rate"),
+    ("use_kl_loss", "KL to the starting model; its weight: --kl-loss-coef"),
+    ("max_tokens_per_gpu", "tokens per forward pass, with --use-dynamic-batch-size"),
+    ("eval_prompt_data", "held-out data, with --eval-interval N"),
+    ("save", "folder for checkpoints, with --save-interval N; --load DIR resumes"),
+    ("output_dir", "metrics, logs, samples and plots of the run"),
+    ("actor_num_gpus_per_node", "training processes"),
+    ("rollout_num_gpus", "engine processes; not given: they share the GPUs of training"),
+    ("device", "auto: CUDA if there is a GPU"),
+)
+"""The flags on the first screen, with the short texts that fit there."""
+
+
+def format_essentials() -> str:
+    """Return the flags that most runs need, one line each."""
+    lines = []
+    for name, text in ESSENTIAL_FLAGS:
+        spec = FLAG_SPECS[name]
+        values = spec.metavar.removesuffix(" [...]") if len(spec.metavar) < 20 else "NAME"
+        lines.append(f"  {f'{spec.flag} {values}'.rstrip():<33} {text}\n")
+    return "".join(lines)
+
+
+def format_short_help() -> str:
+    """Return the help of `slime train` on one screen."""
+    return (
+        f"{_USAGE}\nFlags that most runs need\n{format_essentials()}\n"
+        f"  --help-all lists all {len(FLAG_SPECS)} flags; `slime flags WORD` searches them; `slime help` lists topics\n"
+    )
+
+
+def topics() -> dict[str, str]:
+    """Return the groups of flags by topic: the first word of the group, or another name where that is not enough."""
+    groups = {spec.group: None for spec in FLAG_SPECS.values()}
+    names = {
+        "On-policy distillation": "distillation",
+        "Live service": "live-service",
+        "Upstream's flags without effect here": "upstream",
+    }
+    return {names.get(group) or re.split(r"[: ]", group)[0].lower(): group for group in groups}
+
+
+def format_topic(topic: str, width: int | None = None) -> str | None:
+    """Return the flags of a topic, or the one flag of this name; None if there is neither."""
+    group = topics().get(topic)
+    specs = [spec for spec in FLAG_SPECS.values() if group == spec.group or _plain(topic) == _plain(spec.name)]
+    if not specs:
+        return None
+    return f"{specs[0].group}\n" + "".join(
+        _wrap(f"{spec.flag} {spec.metavar}", description(spec), width) for spec in specs
+    )
 
 
 def format_help(width: int | None = None) -> str:

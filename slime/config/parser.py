@@ -27,7 +27,7 @@ from slime.config.fields import (
     plain_value,
 )
 from slime.config.flag_aliases import REFUSED, foreign_hint, foreign_setting, join_unknown_names, refusal
-from slime.config.help import FILE_FLAGS, format_help
+from slime.config.help import FILE_FLAGS, format_help, format_short_help
 from slime.config.megatron_flags import (
     FIELD_FLAGS,
     FLOAT,
@@ -92,10 +92,10 @@ def parse_flags(
     if given_file is not None:
         given.add_settings(*given_file)
         for name, _ in line:
-            if name in (*_FILE_FLAGS, "help"):
+            if name in (*_FILE_FLAGS, "help", "help-all"):
                 raise UserError(f"--{name} cannot be combined with {given_file[1]}: put its content into that file")
-    elif any(name == "help" for name, _ in line):
-        print(format_help(), end="")
+    elif any(name in ("help", "help-all") for name, _ in line):
+        print(format_help() if ("help-all", []) in line else format_short_help(), end="")
         if custom is not None:
             print(f"\nFlags of this driver\n{custom.format_help()}", end="")
         raise SystemExit(0)

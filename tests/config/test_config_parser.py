@@ -9,6 +9,7 @@ import pytest
 from slime.config import Config, parse_args, parse_flags
 from slime.config.config import FLAG_SPECS
 from slime.config.flag_aliases import REFUSED
+from slime.config.help import ESSENTIAL_FLAGS
 from slime.config.megatron_flags import MEGATRON_FLAGS
 from slime.errors import UserError
 
@@ -310,10 +311,20 @@ def test_custom_arguments_are_stored_in_carried(tmp_path: Path, capsys: pytest.C
 
 def test_help_lists_every_flag_and_exits_0(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as leave:
-        parse_args(["--lr", "1", "--help"])
+        parse_args(["--lr", "1", "--help-all"])
     assert leave.value.code == 0
     text = capsys.readouterr().out
     assert all(spec.flag in text for spec in FLAG_SPECS.values())
+
+
+def test_short_help_has_known_flags_and_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_args(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 110
+    assert len(ESSENTIAL_FLAGS) == 20
+    assert all(any(f"{FLAG_SPECS[name].flag} " in line for line in lines) for name, _ in ESSENTIAL_FLAGS)
 
 
 def test_parse_args_returns_a_resolved_config(valid_argv: list[str], valid: dict[str, Any]) -> None:

@@ -210,7 +210,7 @@ def qwen_folder(path: Path) -> Path:
 def test_plain_tokenizer_matches_transformers(tmp_path: Path, kind: str) -> None:
     if kind == "tiny":
         make_tokenizer().save_pretrained(tmp_path)
-    folder = Path("examples/quickstart/tokenizer") if kind == "quickstart" else tmp_path
+    folder = Path("slime/quickstart/tokenizer") if kind == "quickstart" else tmp_path
     if kind == "qwen":
         qwen_folder(tmp_path)
     plain, theirs = plain_tokenizer(folder), AutoTokenizer.from_pretrained(folder)

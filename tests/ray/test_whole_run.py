@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from ray.cluster_utils import Cluster
 
+from slime.quickstart.arithmetic import make_model, write_problems
 from tests.e2e.runs import TRAIN, assert_same_records, comparable, records, run
-from tests.test_quickstart import load
 
 PROCESSES = ("--actor-num-gpus-per-node", "2", "--rollout-num-gpus", "2")
 REWARD = """\
@@ -25,16 +25,15 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("place")
     (folder / "slime").mkdir()
     (folder / "slime" / "__init__.py").write_text("raise ImportError('this is another slime')\n")
-    arithmetic = load("arithmetic")
-    arithmetic.make_model(folder / "model", seed=1)
-    problems = arithmetic.write_problems(folder / "data", held_out=20, seed=1)
+    make_model(folder / "model", seed=1)
+    problems = write_problems(folder / "data", held_out=20, seed=1)
     assert problems.training.parent == folder / "data"
     (folder / "rewards.py").write_text(REWARD)
     return folder
 
 
 def flags(place: Path) -> list[str]:
-    training = load("arithmetic").write_problems(place / "data", held_out=20, seed=1).training
+    training = write_problems(place / "data", held_out=20, seed=1).training
     return [
         *("--hf-checkpoint", "model", "--prompt-data", str(training), "--input-key", "prompt", "--label-key", "label"),
         *("--custom-rm-path", "rewards.token_sum", "--rollout-shuffle", "--device", "cpu"),

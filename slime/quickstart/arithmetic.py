@@ -1,6 +1,6 @@
-"""The task: sums of two two-digit numbers, the pupil whose work the model first copies, and the tiny model.
+"""The quickstart's task: sums of two-digit numbers, warm-up data that drops carries, and a tiny model.
 
-The answer is written ones first, the order in which one adds on paper: `47+85=` wants `231` (it is 132).
+Answers are written lowest digit first, the order of written addition: `47+85=` wants `231`, which is 132.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 TOKENIZER = Path(__file__).parent / "tokenizer"
-FORGETS = 0.6
-"""How often the pupil forgets to carry. Above one half, so that a model that copies the pupil is mostly wrong too."""
+CARRY_DROPPED = 0.6
+"""Share of warm-up answers without the carry. Above one half, so that a model that imitates them is mostly wrong."""
 COPIES = 4
-"""Answers of the pupil per sum: right and wrong ones for the same sum, so that neither can be learned by heart."""
+"""Warm-up answers per sum: right and wrong ones for the same sum, so that neither can be memorised."""
 
 
 def exact_match(args: Any, sample: Any) -> float:
-    """1 if the response is the right answer and nothing else."""
+    """Return 1.0 if the response is the right answer and nothing else."""
     return float(sample.response.strip() == sample.label)
 
 
 def added(a: int, b: int) -> str:
-    """The sum, ones first."""
+    """Return the sum, lowest digit first."""
     return str(a + b)[::-1]
 
 
 def added_without_carrying(a: int, b: int) -> str:
-    """Each column on its own, ones first: `47+85=` becomes `22`."""
+    """Return the sum of each column alone, lowest digit first: `47+85=` becomes `22`."""
     return f"{(a + b) % 10}{(a // 10 + b // 10) % 10}"
 
 
@@ -43,7 +43,7 @@ class Problems(NamedTuple):
 
 
 def write_problems(folder: Path, *, held_out: int, seed: int) -> Problems:
-    """All 8,100 sums, shuffled: `held_out` of them for evaluation only, the others for the pupil and for training."""
+    """Write all 8,100 sums, shuffled: `held_out` of them for evaluation, the others for warm-up and training."""
     rng = random.Random(seed)
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
     rng.shuffle(pairs)
@@ -51,9 +51,9 @@ def write_problems(folder: Path, *, held_out: int, seed: int) -> Problems:
     folder.mkdir(parents=True, exist_ok=True)
     return Problems(
         warm_up=_write(
-            folder / "pupil.jsonl",
+            folder / "warmup.jsonl",
             (
-                _row(a, b, added_without_carrying(a, b) if rng.random() < FORGETS else added(a, b))
+                _row(a, b, added_without_carrying(a, b) if rng.random() < CARRY_DROPPED else added(a, b))
                 for _ in range(COPIES)
                 for a, b in training
             ),
@@ -73,11 +73,10 @@ def _write(path: Path, rows: Iterable[dict[str, str]]) -> Path:
 
 
 def make_model(folder: Path, *, seed: int, width: int = 128) -> Path:
-    """A Qwen3-shaped model with random weights (0.4 M at the usual width), and the shipped character tokenizer.
+    """Write a Qwen3-shaped model with random weights (0.4 M parameters at the default width) and its tokenizer.
 
-    The usual 0.02 as the spread of random weights suits models that are ten times as wide. In this one it makes the
-    signal so faint that nothing is learned for a hundred to four hundred steps, as chance has it; with 1/sqrt(width)
-    the sums are known after a hundred to a hundred and fifty steps with every seed tried.
+    Weights have a standard deviation of 1/sqrt(width): the usual 0.02 suits models ten times as wide. In this one
+    signals become so small that learning starts only after 100 to 400 steps.
     """
     import torch
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
