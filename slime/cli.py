@@ -111,7 +111,7 @@ def _command(words: Sequence[str]) -> Callable[[Sequence[str]], int]:
         case "help" | "--help" | "-h":
             return _help
         case "--help-all":
-            return lambda rest: _train(["--help-all"])
+            return lambda rest: _run(parse_flags(["--help-all"]))
         case "version" | "--version":
             return _version
     hint = did_you_mean(words[0], (*_COMMANDS, "--version")) or ": slime --help lists the commands"

@@ -142,8 +142,8 @@ def test_interrupt_exits_with_code_130(monkeypatch: pytest.MonkeyPatch, capsys: 
     def interrupted(words: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_train", interrupted)
-    assert cli.main(["train"]) == 130
+    monkeypatch.setattr(cli, "_train_async", interrupted)
+    assert cli.main(["train-async"]) == 130
 
 
 def test_first_line_is_printed_before_the_driver_import(
