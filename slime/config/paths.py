@@ -212,45 +212,22 @@ def _is_within(path: Path, folder: Path) -> bool:
 
 
 def _foreign_file_conflicts(config: Config) -> Iterator[str]:
-    yield from _foreign_exports(config)
-    yield from _foreign_checkpoints(config)
-    for version in sorted(_version_root(config).glob("weight_v*")):
-        if version.name[8:].isdigit() and not is_marked(version):
-            yield (
-                f"{version} is named like a version of the weights, but no run wrote it: choose another "
-                "--update-weight-disk-dir, or move it away"
-            )
-    yield from _foreign_dumps(config)
-    folder = Path(config.output_dir)
-    written = folder / "config.yaml"
-    by_a_run = written.is_file() and written.read_bytes().startswith(RESOLVED.encode())
-    if written.exists() and not by_a_run:
-        yield f"--output-dir {folder} has a config.yaml that no run wrote and this one would overwrite: choose another"
-    if not by_a_run and not (folder / _RUN_LOCK).exists():
-        for name in _RUN_FILES:
-            if (folder / name).exists():
-                yield f"--output-dir {folder} has a {name} that no run wrote: choose another folder"
-
-
-def _foreign_exports(config: Config) -> Iterator[str]:
+    # exports and checkpoints
     if config.save_hf is not None:
-        for rollout_id, folder in RolloutPath(config.save_hf).present():
+        for rollout_id, exported in RolloutPath(config.save_hf).present():
             if config.num_rollout is not None and rollout_id > config.num_rollout:
                 continue
-            if not folder.is_dir():
-                yield f"--save-hf {config.save_hf} is a file, but a folder is needed: {folder}"
-            elif (name := find_foreign_file(Path(os.path.realpath(folder)))) is not None:
+            if not exported.is_dir():
+                yield f"--save-hf {config.save_hf} is a file, but a folder is needed: {exported}"
+            elif (name := find_foreign_file(Path(os.path.realpath(exported)))) is not None:
                 yield (
-                    f"--save-hf {config.save_hf} would replace {folder}, which holds what no run saved ({name}): "
+                    f"--save-hf {config.save_hf} would replace {exported}, which holds what no run saved ({name}): "
                     "choose another folder, or move that away"
                 )
     local = config.update_weight_local_checkpoint_dir
     has_files = local is not None and Path(local).is_dir() and any(Path(local).iterdir())
     if local is not None and has_files and not Path(local, LOCAL_FILES).is_file():
         yield f"--update-weight-local-checkpoint-dir {local} holds files that no run wrote: name an empty folder"
-
-
-def _foreign_checkpoints(config: Config) -> Iterator[str]:
     for flag, folder, load in (("--save", config.save, config.load), ("--critic-save", config.critic_save, None)):
         if folder is None or not Path(folder).is_dir():
             continue
@@ -267,13 +244,13 @@ def _foreign_checkpoints(config: Config) -> Iterator[str]:
                 f"--save {folder} holds the checkpoints of an earlier run (up to {found[-1].name}), which this one "
                 f"would overwrite: add --load {folder} to resume from them, or choose another folder"
             )
-
-
-def _version_root(config: Config) -> Path:
-    return Path(os.path.realpath(config.update_weight_disk_dir or Path(config.output_dir) / "weights"))
-
-
-def _foreign_dumps(config: Config) -> Iterator[str]:
+    # versions of the weights, and dumps
+    for version in sorted(_version_root(config).glob("weight_v*")):
+        if version.name[8:].isdigit() and not is_marked(version):
+            yield (
+                f"{version} is named like a version of the weights, but no run wrote it: choose another "
+                "--update-weight-disk-dir, or move it away"
+            )
     read = {place.real: place for place in _data_paths_read(config)}
     for flag, template in (
         ("--save-debug-rollout-data", config.save_debug_rollout_data),
@@ -289,6 +266,20 @@ def _foreign_dumps(config: Config) -> Iterator[str]:
                 yield f"{flag} {template} would overwrite {read[Path(os.path.realpath(path))]}: choose another name"
             if not is_dump(path):
                 yield f"{flag} {template} would overwrite {path}, which no run wrote: choose another name"
+    # the run folder
+    run_dir = Path(config.output_dir)
+    written = run_dir / "config.yaml"
+    by_a_run = written.is_file() and written.read_bytes().startswith(RESOLVED.encode())
+    if written.exists() and not by_a_run:
+        yield f"--output-dir {run_dir} has a config.yaml that no run wrote and this one would overwrite: choose another"
+    if not by_a_run and not (run_dir / _RUN_LOCK).exists():
+        for name in _RUN_FILES:
+            if (run_dir / name).exists():
+                yield f"--output-dir {run_dir} has a {name} that no run wrote: choose another folder"
+
+
+def _version_root(config: Config) -> Path:
+    return Path(os.path.realpath(config.update_weight_disk_dir or Path(config.output_dir) / "weights"))
 
 
 def _check_writable(place: FlaggedPath) -> None:
