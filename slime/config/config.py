@@ -2,21 +2,26 @@
 
 Invariant: `Config.from_dict(config.to_dict()) == config`, and everything that is not a field is in `carried`, where
 attribute access finds it. Configs are saved to and read from TOML or YAML files with the names of the flags.
+Invariant: a value that `coerce` returns has exactly the type of its field, so files, command line and Python calls
+give equal configs for equal input.
 Invariant: `load_config` returns the config that `save_config` wrote, carried flags included.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import math
+import os
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from slime.config.fields import FlagSpec, coerce, did_you_mean, specs_of_group
+from slime.config.fields import FlagSpec, did_you_mean, specs_of_group
 from slime.config.flag_aliases import foreign_hint, join_unknown_names, refusal, with_keyword_names
 from slime.config.flags.algorithm import AlgorithmFlags, CorrectionFlags, CriticFlags, DistillationFlags
 from slime.config.flags.cluster import ClusterFlags, EngineFlags, WeightFlags
@@ -115,6 +120,19 @@ def _plain(value: object) -> object:
     return value
 
 
+def plain_value(value: object, where: str) -> Any:
+    """Convert `value` to JSON types, so that configs can be saved and sent between processes."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain_value(item, where) for item in value]
+    if isinstance(value, Mapping):
+        return {str(key): plain_value(item, where) for key, item in value.items()}
+    if hasattr(value, "__fspath__") or hasattr(value, "isoformat"):
+        return str(value)
+    raise UserError(f"{where} has a value of type {type(value).__name__}, which a config cannot hold: use plain values")
+
+
 FLAG_SPECS: dict[str, FlagSpec] = {spec.name: spec for group in Config.__bases__ for spec in specs_of_group(group)}
 """Every flag by field name, in the order of the groups."""
 
@@ -128,6 +146,80 @@ def given_flags(config: Config, names: Iterable[str]) -> dict[str, str]:
             words = " ".join(map(str, value)) if isinstance(value, list) else str(value)
             found[name] = spec.flag if spec.kind == "bool" else f"{spec.flag} {words}"
     return found
+
+
+_KIND_NAMES = {
+    "bool": "true or false",
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "strs": "a list of texts",
+    "ints": "a list of whole numbers",
+    "dict": 'a JSON object like {"key": 1}',
+    "pairs": "pairs of a name and a path",
+}
+
+
+def coerce(spec: FlagSpec, value: object, where: str) -> Any:
+    """Convert `value` to the field's type; text is parsed as on the command line."""
+    match spec.kind:
+        case "bool":
+            text = str(value).lower()
+            if isinstance(value, bool | str) and text in ("true", "false"):
+                return text == "true"
+        case "strs" | "ints":
+            items = [value] if isinstance(value, str | int) and not isinstance(value, bool) else value
+            if isinstance(items, list | tuple):
+                return [_scalar(spec, "str" if spec.kind == "strs" else "int", item, where) for item in items]
+        case "pairs":
+            items = list(value.items()) if isinstance(value, Mapping) else value
+            if isinstance(items, list | tuple):
+                if len(items) % 2 == 0 and all(isinstance(item, str) for item in items):
+                    items = list(zip(items[::2], items[1::2], strict=True))
+                if all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in items):
+                    return [tuple(_scalar(spec, "str", word, where) for word in pair) for pair in items]
+        case "dict":
+            if isinstance(value, str):
+                try:
+                    value = json.loads(value)
+                except json.JSONDecodeError as error:
+                    wanted = _KIND_NAMES["dict"]
+                    raise UserError(f"{where} must be {wanted}, but {value!r} is not JSON: {error}") from error
+            if isinstance(value, Mapping):
+                return dict(plain_value(value, where))
+        case _:
+            return _scalar(spec, spec.kind, value, where)
+    raise UserError(f"{where} must be {_KIND_NAMES[spec.kind]}, not {value!r}")
+
+
+def _scalar(spec: FlagSpec, kind: str, value: object, where: str) -> Any:
+    """Convert one text (among the choices of the flag) or one number."""
+    if kind == "str" and isinstance(value, str | os.PathLike):
+        text, info = os.fspath(value), spec.info
+        if not info.choices or text in info.choices:
+            return text
+        if text in info.later:
+            choices = " or ".join(info.choices)
+            raise UserError(f"{where} {text} exists in slime, but this version does not have it yet: use {choices}")
+        hint = did_you_mean(text, info.choices)
+        raise UserError(f"{where} must be one of {', '.join(info.choices)}, not {text!r}{hint}")
+    if kind != "str" and isinstance(value, int | float | str) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError):
+            if kind == "int" and not isinstance(value, float):
+                return int(value)
+            number = float(value)
+            if kind == "float" and not math.isnan(number):
+                return number
+            if kind == "int" and number.is_integer():
+                return int(number)
+    raise UserError(f"{where} must be {_KIND_NAMES[spec.kind]}, not {value!r}")
+
+
+def check_range(spec: FlagSpec, value: object, where: str) -> None:
+    """Raise a `UserError` if a value of the field's type is out of its range."""
+    complaint = spec.info.check(value) if spec.info.check else None
+    if complaint:
+        raise UserError(f"{where} {complaint}, not {value}")
 
 
 RESOLVED = "# The resolved config of a run; "

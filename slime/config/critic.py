@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from slime.config.config import FLAG_SPECS, Config, read_config_file
-from slime.config.fields import coerce, did_you_mean, flag_name, plain_value
+from slime.config.config import FLAG_SPECS, Config, coerce, plain_value, read_config_file
+from slime.config.fields import did_you_mean, flag_name
 from slime.config.megatron_flags import FIELD_FLAGS, MEGATRON_FLAGS
 from slime.config.model_folder import read_latest
 from slime.errors import UserError

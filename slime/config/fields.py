@@ -1,27 +1,19 @@
 """Declaration of flags: default, help, allowed values and range check are in the dataclass field itself.
 
 The annotation of a field is the type it has *after* `resolve`; a derived field may hold None before that. `FlagSpec`
-describes one flag; `coerce` converts input to the type of its field.
-
-Invariant: a value returned by `coerce` has exactly the type of its field, so files, command line and
-Python calls give equal configs for equal input.
+describes one flag.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import difflib
-import json
-import math
-import os
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from slime.errors import UserError
 from slime.storage.json_types import JsonObject
 
 Check = Callable[[Any], "str | None"]
@@ -164,102 +156,3 @@ def did_you_mean(name: str, known: Iterable[str], *, prefix: str = "") -> str:
     """Return the end of an error sentence, `: did you mean X?`, or an empty string."""
     match = nearest_name(name, known)
     return f": did you mean {prefix}{match}?" if match else ""
-
-
-_KIND_NAMES = {
-    "bool": "true or false",
-    "int": "a whole number",
-    "float": "a number",
-    "str": "text",
-    "strs": "a list of texts",
-    "ints": "a list of whole numbers",
-    "dict": 'a JSON object like {"key": 1}',
-    "pairs": "pairs of a name and a path",
-}
-
-
-def coerce(spec: FlagSpec, value: object, where: str) -> Any:
-    """Convert `value` to the field's type; text is parsed as on the command line."""
-    match spec.kind:
-        case "bool":
-            text = str(value).lower()
-            if isinstance(value, bool | str) and text in ("true", "false"):
-                return text == "true"
-        case "strs" | "ints":
-            items = [value] if isinstance(value, str | int) and not isinstance(value, bool) else value
-            if isinstance(items, list | tuple):
-                return [_scalar(spec, "str" if spec.kind == "strs" else "int", item, where) for item in items]
-        case "pairs":
-            items = list(value.items()) if isinstance(value, Mapping) else value
-            if isinstance(items, list | tuple):
-                if len(items) % 2 == 0 and all(isinstance(item, str) for item in items):
-                    items = list(zip(items[::2], items[1::2], strict=True))
-                if all(isinstance(pair, list | tuple) and len(pair) == 2 for pair in items):
-                    return [tuple(_scalar(spec, "str", word, where) for word in pair) for pair in items]
-        case "dict":
-            if isinstance(value, str):
-                try:
-                    value = json.loads(value)
-                except json.JSONDecodeError as error:
-                    wanted = _KIND_NAMES["dict"]
-                    raise UserError(f"{where} must be {wanted}, but {value!r} is not JSON: {error}") from error
-            if isinstance(value, Mapping):
-                return dict(plain_value(value, where))
-        case _:
-            return _scalar(spec, spec.kind, value, where)
-    raise UserError(f"{where} must be {_KIND_NAMES[spec.kind]}, not {value!r}")
-
-
-def _scalar(spec: FlagSpec, kind: str, value: object, where: str) -> Any:
-    """Convert one text (among the choices of the flag) or one number."""
-    if kind == "str" and isinstance(value, str | os.PathLike):
-        text, info = os.fspath(value), spec.info
-        if not info.choices or text in info.choices:
-            return text
-        if text in info.later:
-            choices = " or ".join(info.choices)
-            raise UserError(f"{where} {text} exists in slime, but this version does not have it yet: use {choices}")
-        hint = did_you_mean(text, info.choices)
-        raise UserError(f"{where} must be one of {', '.join(info.choices)}, not {text!r}{hint}")
-    if kind != "str" and isinstance(value, int | float | str) and not isinstance(value, bool):
-        with contextlib.suppress(ValueError):
-            if kind == "int" and not isinstance(value, float):
-                return int(value)
-            number = float(value)
-            if kind == "float" and not math.isnan(number):
-                return number
-            if kind == "int" and number.is_integer():
-                return int(number)
-    raise UserError(f"{where} must be {_KIND_NAMES[spec.kind]}, not {value!r}")
-
-
-def check_range(spec: FlagSpec, value: object, where: str) -> None:
-    """Raise a `UserError` if a value of the field's type is out of its range."""
-    complaint = spec.info.check(value) if spec.info.check else None
-    if complaint:
-        raise UserError(f"{where} {complaint}, not {value}")
-
-
-def guess(text: str) -> object:
-    """Convert a carried-through value to its likeliest type: true/false, whole number, number, or the text itself."""
-    if text.lower() in ("true", "false"):
-        return text.lower() == "true"
-    for read in (int, float):
-        try:
-            return read(text)
-        except ValueError:
-            continue
-    return text
-
-
-def plain_value(value: object, where: str) -> Any:
-    """Convert `value` to JSON types, so that configs can be saved and sent between processes."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, list | tuple | set | frozenset):
-        return [plain_value(item, where) for item in value]
-    if isinstance(value, Mapping):
-        return {str(key): plain_value(item, where) for key, item in value.items()}
-    if hasattr(value, "__fspath__") or hasattr(value, "isoformat"):
-        return str(value)
-    raise UserError(f"{where} has a value of type {type(value).__name__}, which a config cannot hold: use plain values")

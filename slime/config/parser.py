@@ -16,15 +16,11 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from slime.config.config import FLAG_SPECS, Config, read_config_file
+from slime.config.config import FLAG_SPECS, Config, check_range, coerce, plain_value, read_config_file
 from slime.config.fields import (
     FlagSpec,
-    check_range,
-    coerce,
     did_you_mean,
-    guess,
     nearest_name,
-    plain_value,
 )
 from slime.config.flag_aliases import REFUSED, foreign_hint, foreign_setting, join_unknown_names, refusal
 from slime.config.help import FILE_FLAGS, format_help, format_short_help
@@ -227,19 +223,31 @@ def _carried_value(name: str, words: list[str], kind: str | None = None) -> obje
     """Return the value of a carried flag: of Megatron's type, or of the likeliest one."""
     kind = kind or MEGATRON_FLAGS.get(name) or FIELD_FLAGS.get(name)
     if kind is None:
-        guesses = [guess(word) for word in words] or [True]
+        guesses = [_guess(word) for word in words] or [True]
         return guesses[0] if len(guesses) == 1 else guesses
     if kind == SWITCH:
         return True if not words else _refuse_word(name, words[0])
     if kind == TEXTS and words:
         return words
     word = _only_word(name, words, "a value")
-    number = guess(word)
+    number = _guess(word)
     if kind == TEXT:
         return word
     if isinstance(number, bool) or not isinstance(number, int | float) or (kind == INT and isinstance(number, float)):
         raise UserError(f"--{name} must be a {'whole ' if kind == INT else ''}number, not {word!r}")
     return float(number) if kind == FLOAT else number
+
+
+def _guess(text: str) -> object:
+    """Convert a carried-through value to its likeliest type: true/false, whole number, number, or the text itself."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for read in (int, float):
+        try:
+            return read(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _is_carried(flag: str) -> bool:

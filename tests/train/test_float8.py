@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from slime.config import Config, derive
-from slime.config.checks import check_contradictions
+from slime.config.resolve import check_contradictions
 from slime.errors import UserError
 from slime.train.backends.fsdp.fused.layer import check_float8
 from tests.train.tiny_training import build_model

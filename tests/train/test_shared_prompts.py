@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slime.config.checks import check_contradictions
 from slime.config.parallelism import shares_prompts
+from slime.config.resolve import check_contradictions
 from slime.data.sample import Sample
 from slime.errors import UserError
 from slime.train.backends.fsdp.backend import recompute_layers

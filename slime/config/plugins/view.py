@@ -15,9 +15,9 @@ from slime.algorithms.estimators import NONZERO_STD_FILTER
 from slime.config.algorithm import has_critic, uses_importance_weights
 from slime.config.batch import data_parallel_size
 from slime.config.checks import LIVE_GENERATE, TRAFFIC_BASELINE
-from slime.config.config import FLAG_SPECS, Config
+from slime.config.config import FLAG_SPECS, Config, coerce
 from slime.config.datasets import all_datasets, eval_datasets, train_datasets
-from slime.config.fields import coerce, flag_name
+from slime.config.fields import flag_name
 from slime.config.flag_aliases import UPSTREAM_DEFAULTS
 from slime.config.flags.data import DEFAULT_DATA_SOURCE
 from slime.config.flags.rollout import DEFAULT_ROLLOUT_FUNCTION, FULLY_ASYNC_ROLLOUT_FUNCTION, SFT_ROLLOUT_FUNCTION
