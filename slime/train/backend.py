@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol
+from typing import Any, Generic, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,6 @@ from slime.train.backends.frozen import FrozenSets, Model, ResidentTensors, Shar
 from slime.train.backends.hf_buckets import HfBucket, HfExporter, HfTensor, PreviousExport
 from slime.train.checkpoints.rank_files import MODEL, OPTIMIZER, SavedPart
 from slime.train.checkpoints.reader import SavedTensors
-from slime.train.lr_schedule import Rates
 from slime.train.samples.micro_batch import LossOutcome, MicroBatch, Objective
 from slime.train.timers import RankProgress
 from slime.train.topology import Ranks, Topology
@@ -40,6 +39,13 @@ POLICY = "policy"
 
 ObjectiveInput = Literal["log_probs", "logits"]
 """Input of an objective: values [R] of the response tokens (log-probs, or a critic's values), or logits [1, T, V]."""
+
+
+class Rates(NamedTuple):
+    """Learning rate and weight decay of an update."""
+
+    learning_rate: float
+    weight_decay: float
 
 
 @dataclass

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slime.config import Config
 from slime.config.initial_weights import InitialWeights
-from slime.train.lr_schedule import Rates
+from slime.train.backend import Rates
 from slime.train.samples.batch import flatten_samples, make_train_batch
 from slime.train.samples.micro_batch import LossOutcome, MicroBatch, StepShare, make_micro_batch
 from slime.train.timers import RankProgress

@@ -12,7 +12,7 @@ import torch
 
 from slime.config import Config
 from slime.errors import UserError
-from slime.train.lr_schedule import rates_at
+from slime.train.actor import rates_at
 from tests.train.in_process import InProcess, config_for
 from tests.train.tiny_training import make_samples
 

@@ -25,6 +25,7 @@ from slime.train.backend import (
     POLICY,
     NamedTensor,
     ObjectiveInput,
+    Rates,
     StepTotals,
     TokenScores,
     TrainBackend,
@@ -48,7 +49,6 @@ from slime.train.backends.megatron.state import (
 from slime.train.backends.megatron.weights import ModelFolder, global_buffers, global_names
 from slime.train.checkpoints.rank_files import MODEL, OPTIMIZER, SavedPart
 from slime.train.checkpoints.reader import SavedTensors
-from slime.train.lr_schedule import Rates
 from slime.train.samples.micro_batch import MicroBatch, Objective
 from slime.train.timers import RankProgress
 

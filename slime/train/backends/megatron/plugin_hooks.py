@@ -16,7 +16,7 @@ from slime.config import Config
 from slime.config.plugins import load_plugin
 from slime.config.plugins.view import plugin_args
 from slime.errors import UserError
-from slime.train.lr_schedule import Rates
+from slime.train.backend import Rates
 
 if TYPE_CHECKING:
     from megatron.core.optimizer.optimizer import MegatronOptimizer
