@@ -287,16 +287,20 @@ class Trainer:
         Returns the reasons not to train on the rollout, if the models' numbers for it are not finite.
         """
         config, actor = self.config, self.actor
-        names = [POLICY] if actor.needs_own_log_probs(num_steps) else []
-        for weights in [*names, *(other for other in OTHER_MODELS if other in actor.backend.frozen)]:
+        passes = [POLICY] if actor.needs_own_log_probs(num_steps) else []
+        passes += [other for other in OTHER_MODELS if other in actor.backend.frozen]
+        for weights in passes:
             with self.timers.measure("log_probs" if weights == POLICY else f"{weights}_log_probs", brings=True):
                 actor.score(weights, data, micro_batches)
         if self.critic is not None:
             with self.timers.measure("values", brings=True):
                 collect(data, "values", self.critic.token_values(micro_batches))
         run_dir = config.output_dir or "."
-        if names := check_columns_finite(data, self.ranks, rollout_id=rollout_id, run_dir=run_dir):
-            return [f"rollout {rollout_id}: no update: {'; '.join(names)}; check the tokens, or lower --lr"]
+        # `make_train_batch` has checked the samples' own numbers
+        if passes or self.critic is not None or config.custom_convert_samples_to_train_data_path is not None:
+            names = check_columns_finite(data, self.ranks, rollout_id=rollout_id, run_dir=run_dir)
+            if names:
+                return [f"rollout {rollout_id}: no update: {'; '.join(names)}; check the tokens, or lower --lr"]
         if not config.disable_compute_advantages_and_returns:
             set_advantages(config, data, self.topology.data)
         path = config.rollout_data_postprocess_path

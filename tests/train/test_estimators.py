@@ -23,7 +23,9 @@ from slime.data.sample import Sample
 from slime.driver.recovery import RESTARTABLE_ERRORS
 from slime.errors import UserError
 from slime.train.losses.advantages import set_advantages
-from slime.train.samples.batch import flatten_samples, make_train_batch
+from slime.train.microbatch_plan import build_schedule
+from slime.train.samples.batch import flatten_samples, make_custom_batch, make_train_batch
+from slime.train.samples.dp_shards import rank_shares
 from slime.train.samples.rollout_data import make_rollout_data
 from slime.train.topology import ProcessRanks
 from slime.train.trainer_group import TrainerGroup
@@ -472,6 +474,20 @@ def test_non_finite_rollout_log_prob_error_names_and_dumps_the_sample(model_fold
     with pytest.raises(UserError, match=r"sample 1 has rollout_log_probs\[0\] = -inf"):
         make_train_batch(config_for(model_folder("llama"), tmp_path), flatten_samples(groups))
     assert (tmp_path / "not_finite" / "sample_1.json").is_file()
+
+
+def test_non_finite_log_prob_of_a_custom_conversion_skips_the_rollout(model_folder: Folder, tmp_path: Path) -> None:
+    """The driver does not check these numbers, also if the trainers make no forward pass before the update."""
+    flags = {"custom_convert_samples_to_train_data_path": f"{HOOKS}.convert"}
+    run = InProcess(config_for(model_folder("llama"), tmp_path, **flags))
+    samples = flatten_samples(make_samples(3, 3))
+    samples[1].rollout_log_probs = [-math.inf] * samples[1].response_length
+    batch = make_custom_batch(run.config, samples)
+    schedule = build_schedule(batch.total_lengths, batch.rollout_ids, num_ranks=1, global_batch_size=9)
+    answer = run.trainer.train(0, rank_shares(batch, schedule)[0])
+    assert answer["metrics"] == [{"train/step": 0.0, "train/skipped_steps": 1.0}]
+    (warning,) = answer["warnings"]
+    assert re.match(r"rollout 0: no update: sample 1 has rollout_log_probs that are not finite", warning)
 
 
 def test_custom_sample_conversion_and_debug_train_data_dump(model_folder: Folder, tmp_path: Path) -> None:

@@ -243,29 +243,19 @@ def collect_sentences(sentences: Sequence[str], ranks: Ranks) -> list[str]:
     return sorted(ranks.union(sentences)) if anywhere else []
 
 
-def not_finite(column: Sequence[Tensor], masks: Sequence[Tensor]) -> list[int]:
-    """Return the positions of samples with a non-finite number at an unmasked token.
-
-    A column without any, the common case, is checked in one call and not sample by sample.
-    """
-    if not column or bool(torch.isfinite(torch.cat([values.reshape(-1) for values in column])).all()):
-        return []
-    return [
-        position
-        for position, (values, mask) in enumerate(zip(column, masks, strict=True))
-        if not bool(torch.isfinite(values[mask != 0]).all())
-    ]
-
-
 def report_samples(
     data: RolloutData, found: Sequence[tuple[int, Tensor]], what: str, *, rollout_id: int, run_dir: str
 ) -> list[str]:
-    """Save the samples whose numbers, in `found` (position, numbers), are not finite; return a sentence for each."""
-    masks = [data["loss_masks"][position] for position, _ in found]
-    bad = not_finite([values for _, values in found], masks)
+    """Save the samples with a non-finite number at an unmasked token; return a sentence for each.
+
+    `found` has (position, numbers). If all are finite, the common case, they are checked in one call.
+    """
+    if not found or bool(torch.isfinite(torch.cat([values.reshape(-1) for _, values in found])).all()):
+        return []
+    unmasked = [(position, values[data["loss_masks"][position] != 0]) for position, values in found]
+    bad = [position for position, values in unmasked if not bool(torch.isfinite(values).all())]
     sentences = []
-    for one in bad[:MAX_REPORTED_SAMPLES]:
-        position = found[one][0]
+    for position in bad[:MAX_REPORTED_SAMPLES]:
         index, count = data["sample_indices"][position], len(data["response_lengths"])
         facts = {"rollout_id": rollout_id, "what": what}
         for name, values in data.items():
