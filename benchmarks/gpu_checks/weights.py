@@ -103,8 +103,8 @@ def _through(region: str | None) -> int:
         if "region" in memory
         else DeviceMemory(base64.b64decode(memory["handle"]), memory["offset"], memory["device"])
     )
-    opened = SharedMemory().open(place, told, views, _CUDA)
-    opened.load(views)
+    opened = SharedMemory(views, _CUDA).open(place, told)
+    opened.load()
     opened.close()
     here.send("done")
     trainer.join()

@@ -45,7 +45,7 @@ def test_engine_with_all_rows_in_use_is_healthy(qwen3_folder: Path) -> None:
     async def ask(core: EngineCore) -> bool:
         bridge = bridge_to(core)
         requests = [server_module.parse_generate(LONG, bridge.loaded)[0][0] for _ in range(2)]
-        working = [asyncio.ensure_future(bridge.run(request)) for request in requests]
+        working = [asyncio.ensure_future(bridge.run([request])) for request in requests]
         while core.steps.counters.generated_tokens == 0:  # noqa: ASYNC110 (of another thread)
             await asyncio.sleep(0)
         assert await health(core) == (200, {"status": "ok"})
@@ -84,7 +84,7 @@ def test_engine_without_progress_is_unhealthy(
         bridge = bridge_to(core)
         if is_working:
             [request], _ = server_module.parse_generate(LONG, bridge.loaded)
-            working = asyncio.ensure_future(bridge.run(request))
+            working = asyncio.ensure_future(bridge.run([request]))
             while core.steps.counters.generated_tokens == 0:  # noqa: ASYNC110 (of another thread)
                 await asyncio.sleep(0)
         hanging = core.call(hang)

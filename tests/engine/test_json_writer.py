@@ -89,16 +89,20 @@ def test_stop_token_is_excluded_from_the_text() -> None:
 def test_pending_texts_are_decoded_in_one_batch_and_fail_separately() -> None:
     words = NumberTokenizer()
 
-    async def ask(*texts: FinalText) -> list[Any]:
-        writer = AnswerWriter(lambda: words)
+    async def ask(*tokens: list[int]) -> list[Any]:
+        writer, ended = AnswerWriter(lambda: words), []
+        for ids in tokens:
+            ended.append(sequence(0))
+            ended[-1].output_ids = ids
+            ended[-1].end({"type": "length", "length": len(ids)})
         with writer._news:  # the writer starts only when all texts are queued
-            asked = [asyncio.ensure_future(writer.make([text], lambda found: found[0])) for text in texts]
+            asked = [asyncio.ensure_future(writer.make([seq], lambda found: found[0])) for seq in ended]
             await asyncio.sleep(0)
         return await asyncio.gather(*asked, return_exceptions=True)
 
-    assert asyncio.run(ask(plain_final_text(1, 2), plain_final_text(3), plain_final_text(4))) == ["1 2", "3", "4"]
+    assert asyncio.run(ask([1, 2], [3], [4])) == ["1 2", "3", "4"]
     assert (words.together, words.alone) == (1, 0)
-    first, failed, last = asyncio.run(ask(plain_final_text(1), plain_final_text(13), plain_final_text(2)))
+    first, failed, last = asyncio.run(ask([1], [13], [2]))
     assert (first, last) == ("1", "2")
     assert isinstance(failed, ValueError)
 

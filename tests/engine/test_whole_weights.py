@@ -199,7 +199,7 @@ def test_self_pausing_update_keeps_the_previous_pause_state(qwen3_folder: Path, 
     class Bucket:
         bucket = AnnouncedBucket("g", [], [], [], 1, 1, None)
 
-        def load(self, views: object) -> int:
+        def load(self) -> int:
             assert core.paused
             if fails:
                 raise BadRequest("broken on purpose")

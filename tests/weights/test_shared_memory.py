@@ -48,43 +48,44 @@ def share_weights(model: Any, path: Path) -> tuple[SharedWeights, dict[str, Any]
 
 
 def test_shared_bucket_is_loaded_in_the_dtype_of_the_model(tmp_path: Path, folder: Path) -> None:
-    trained, served, engine = load_model(folder), load_model(folder), SharedMemory()
+    trained, served = load_model(folder), load_model(folder)
     with torch.no_grad():
         for parameter in trained.parameters():
             parameter.mul_(1.37)
     _, answer = share_weights(trained, tmp_path / "region")
-    views = FolderViews(served)
-    opened = engine.open(HostMemory(answer["memory"]["region"]), parse_announced(answer), views, CPU)
-    assert opened.load(views) == sum(parameter.numel() * 2 for parameter in trained.parameters())
+    engine = SharedMemory(FolderViews(served), CPU)
+    opened = engine.open(HostMemory(answer["memory"]["region"]), parse_announced(answer))
+    assert opened.load() == sum(parameter.numel() * 2 for parameter in trained.parameters())
     for name, parameter in served.named_parameters():
         assert torch.equal(parameter, trained.state_dict()[name].to(torch.bfloat16).float()), name
     assert set(opened.seconds) == {"open_seconds", "copy_seconds"}
 
 
 def test_closed_bucket_cannot_be_loaded(tmp_path: Path, folder: Path) -> None:
-    served, engine = load_model(folder), SharedMemory()
+    served = load_model(folder)
     before = {name: tensor.clone() for name, tensor in served.state_dict().items()}
     _, answer = share_weights(load_model(folder), tmp_path / "region")
-    views = FolderViews(served)
-    opened = engine.open(HostMemory(answer["memory"]["region"]), parse_announced(answer), views, CPU)
+    engine = SharedMemory(FolderViews(served), CPU)
+    opened = engine.open(HostMemory(answer["memory"]["region"]), parse_announced(answer))
     opened.close()
     with pytest.raises(BadRequest, match="did not wait"):
-        opened.load(views)
+        opened.load()
     assert all(torch.equal(before[name], tensor) for name, tensor in served.state_dict().items())
 
 
 def test_region_that_is_too_small_is_rejected(tmp_path: Path, folder: Path) -> None:
-    served, engine = load_model(folder), SharedMemory()
+    served = load_model(folder)
+    engine = SharedMemory(FolderViews(served), CPU)
     _, answer = share_weights(served, tmp_path / "region")
     small = HostRegion.create(tmp_path / "small", 512)
     with pytest.raises(BadRequest, match="bytes and the shared memory has 512"):
-        engine.open(HostMemory(str(small.path)), parse_announced(answer), FolderViews(served), CPU)
+        engine.open(HostMemory(str(small.path)), parse_announced(answer))
 
 
 def test_region_is_reused_and_reopened_after_a_trainer_restart(tmp_path: Path, folder: Path) -> None:
     """A restarted trainer creates another file under the same name."""
-    served, engine = load_model(folder), SharedMemory()
-    views, path = FolderViews(served), tmp_path / "region"
+    served, path = load_model(folder), tmp_path / "region"
+    engine = SharedMemory(FolderViews(served), CPU)
     for factor in (2.0, 3.0):
         trained = load_model(folder)
         actor: Any = OneActor(trained)
@@ -96,8 +97,8 @@ def test_region_is_reused_and_reopened_after_a_trainer_restart(tmp_path: Path, f
             inode = path.stat().st_ino if path.exists() else None
             answer = weights.share_bucket(1, 7, str(path))
             weights.stop_sharing()
-            opened = engine.open(HostMemory(str(path)), parse_announced(answer), views, CPU)
-            opened.load(views)
+            opened = engine.open(HostMemory(str(path)), parse_announced(answer))
+            opened.load()
             opened.close()
             for name, tensor in served.state_dict().items():
                 assert torch.equal(tensor, trained.state_dict()[name]), name

@@ -225,10 +225,8 @@ class EngineCore:
         if pause_mode is not None:
             self.pause(pause_mode)
         try:
-            bucket, views = opened.bucket, self.weights.views
-            return self.weights.apply(
-                lambda: opened.load(views), version, flush=flush, names=bucket.names, bucket=bucket
-            )
+            bucket = opened.bucket
+            return self.weights.apply(opened.load, version, flush=flush, names=bucket.names, bucket=bucket)
         finally:
             if pause_mode is not None and not was_paused:
                 self.resume()

@@ -1,6 +1,6 @@
 """Updates of the served weights, and whether these match a published version.
 
-All functions run in the engine's thread, between two steps, except `open_shared`. Invariant: weights that match no
+All functions run in the engine's thread, between two steps, except `shared.open`. Invariant: weights that match no
 published version are stale: the engine generates nothing until one version wrote every tensor. An adapter is merged
 into weights of the model's folder only.
 """
@@ -18,7 +18,7 @@ from slime.engine.embedded.errors import BadRequest, Conflict, PartialWrite, sho
 from slime.engine.embedded.loader import LoadedEngine
 from slime.engine.embedded.options import EngineOptions
 from slime.engine.embedded.weights import loading
-from slime.engine.embedded.weights.ipc import DeviceMemory, HostMemory, OpenBucket, SharedMemory
+from slime.engine.embedded.weights.ipc import SharedMemory
 from slime.engine.embedded.weights.lora import ArrivingAdapter, MergedAdapter, read_adapter_folder
 from slime.engine.embedded.weights.process_groups import AnnouncedBucket
 from slime.models.delta.folder import BadDelta, read_index
@@ -51,7 +51,7 @@ class WeightUpdates:
         self.stale: str | None = None
         self.unfinished: PartialUpdate | None = None
         self._arriving = ArrivingAdapter(self.views)
-        self._shared = SharedMemory()
+        self.shared = SharedMemory(self.views, engine.runner.device)
         self._mended: set[str] = set()  # tensors written since the weights became stale, all by version `_mended_by`
         self._mended_by: str | None = None
         self.is_released = False
@@ -211,10 +211,6 @@ class WeightUpdates:
         if adapter is None:
             return sum(tensor.nbytes for tensor in tensors.values())
         return self.apply(lambda: self.adapter.load(bucket.group_name, adapter), version, flush=flush, keeps_base=True)
-
-    def open_shared(self, memory: DeviceMemory | HostMemory, bucket: AnnouncedBucket) -> OpenBucket:
-        """Open a bucket in a trainer's memory for copying; any thread may call this: the model does not change."""
-        return self._shared.open(memory, bucket, self.views, self._engine.runner.device)
 
     def load_adapter(self, name: str, folder: str, version: str | None, *, flush: bool) -> int:
         """Merge a LoRA adapter into the weights of the model's folder; it replaces the adapter before."""

@@ -18,7 +18,7 @@ from slime.engine.embedded.engine import EngineCore
 from slime.engine.embedded.errors import BadRequest, RequestFailed, StaleWeights, TooManySamples
 from slime.engine.embedded.http.json_writer import AnswerWriter
 from slime.engine.embedded.http.requests import GenerateRequest, ModelFacts
-from slime.engine.embedded.http.responses import OutputPiece, OutputSplitter, TokenJson, final_text
+from slime.engine.embedded.http.responses import OutputPiece, OutputSplitter, TokenJson
 from slime.engine.embedded.scheduler import Sequence
 
 T = TypeVar("T")
@@ -47,10 +47,6 @@ class EngineBridge:
         assert self.facts is not None
         return self.facts
 
-    async def call(self, function: Callable[[], T], *, meets_steps: bool = False) -> T:
-        """Run `function` in the engine's thread between two steps."""
-        return await asyncio.wrap_future(self.core.call(function, meets_steps=meets_steps))
-
     @contextmanager
     def admitted(self, requests: SequenceOf[GenerateRequest]) -> Iterator[None]:
         """Count the samples of these requests as admitted while the body runs; refuse them above the limits."""
@@ -68,55 +64,42 @@ class EngineBridge:
         finally:
             self._open -= count
 
-    async def run(self, request: GenerateRequest, *, writes: bool = True) -> list[FinishedSequence]:
-        """Generate all samples of a request; cancelling aborts them. `writes`: write JSON while tokens are sampled."""
-        loop = asyncio.get_running_loop()
-        left = request.params.n
-        done = loop.create_future()
+    async def run(self, requests: SequenceOf[GenerateRequest], *, writes: bool = True) -> list[FinishedSequence]:
+        """Generate all samples of the requests; cancelling aborts them. `writes`: write JSON while tokens are sampled.
 
-        def finished() -> None:
+        If a sample fails, the others are aborted, and have left the engine before the exception is raised.
+        """
+        loop = asyncio.get_running_loop()
+        left = sum(request.params.n for request in requests)
+        ended = loop.create_future()
+
+        def finished(seq: Sequence) -> None:
             nonlocal left
             left -= 1
-            if left == 0 and not done.done():
-                done.set_result(None)
+            if (left == 0 or _failure(seq) is not None) and not ended.done():
+                ended.set_result(None)
 
-        sequences = request.sequences(self.loaded, lambda _: loop.call_soon_threadsafe(finished))
+        def notify(seq: Sequence) -> None:
+            loop.call_soon_threadsafe(finished, seq)
+
+        samples = [(request, seq) for request in requests for seq in request.sequences(self.loaded, notify)]
+        sequences = [seq for _, seq in samples]
         written = self.writer.watch(sequences) if writes else [None] * len(sequences)
         try:
             self.core.submit(sequences)
-            await done
+            await ended
         except asyncio.CancelledError:
             self._abandon(sequences)
             raise
         finally:
             self.writer.forget(sequences)
-        for seq in sequences:
-            _raise_failure(seq)
-        return [FinishedSequence(request, seq, tokens) for seq, tokens in zip(sequences, written, strict=True)]
+        if failed := [failure for seq in sequences if (failure := _failure(seq)) is not None]:
+            await asyncio.wrap_future(self._abandon(sequences))
+            raise failed[0]
+        return [FinishedSequence(*sample, tokens) for sample, tokens in zip(samples, written, strict=True)]
 
-    async def run_all(
-        self, requests: SequenceOf[GenerateRequest], *, writes: bool = True
-    ) -> list[list[FinishedSequence]]:
-        """Generate all samples of several requests.
-
-        If one fails, the others are aborted, and have left the engine before the exception is raised.
-        """
-        running = [asyncio.ensure_future(self.run(request, writes=writes)) for request in requests]
-        try:
-            return await asyncio.gather(*running)
-        except Exception:
-            for one in running:
-                one.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-            await self.call(lambda: None, meets_steps=True)  # runs after their aborts
-            raise
-
-    async def make_answer(self, finished: SequenceOf[FinishedSequence], make: Callable[[list[str]], T]) -> T:
-        """Call `make` with the texts of finished sequences, in the thread that writes answers."""
-        return await self.writer.make([final_text(each.sequence) for each in finished], make)
-
-    def _abandon(self, sequences: list[Sequence]) -> None:
-        self.core.call(lambda: self.core.abort_sequences(sequences, "the client went away"), meets_steps=True)
+    def _abandon(self, sequences: list[Sequence]) -> ThreadFuture[int]:
+        return self.core.call(lambda: self.core.abort_sequences(sequences, "the client went away"), meets_steps=True)
 
     async def pieces(self, request: GenerateRequest) -> AsyncIterator[tuple[Sequence, OutputPiece]]:
         """Yield the pieces of a streaming request, each of `stream_interval` tokens (or --stream-interval)."""
@@ -137,8 +120,9 @@ class EngineBridge:
                 while not news.empty():
                     piece.join(news.get_nowait())
                 if piece.finish is not None:
-                    _raise_failure(seq)
-                    [text] = await self.writer.make([final_text(seq)], lambda texts: texts)
+                    if (failure := _failure(seq)) is not None:
+                        raise failure
+                    [text] = await self.writer.make([seq], lambda texts: texts)
                     piece.text = text[sent:]
                 sent += len(piece.text)
                 yield seq, piece
@@ -149,10 +133,12 @@ class EngineBridge:
                 self._abandon([seq])
 
 
-def _raise_failure(seq: Sequence) -> None:
-    if seq.finish is not None and "status_code" in seq.finish:
-        kind = StaleWeights if seq.finish["status_code"] == StaleWeights.status else RequestFailed
-        raise kind(seq.finish["message"])
+def _failure(seq: Sequence) -> RequestFailed | None:
+    """Return the error that a sequence ended with; None if it runs, is complete or was aborted."""
+    if seq.finish is None or "status_code" not in seq.finish:
+        return None
+    kind = StaleWeights if seq.finish["status_code"] == StaleWeights.status else RequestFailed
+    return kind(seq.finish["message"])
 
 
 def run_in_daemon_thread(function: Callable[[], T]) -> asyncio.Future[T]:

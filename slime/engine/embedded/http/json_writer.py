@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Generic, TypeVar
 
-from slime.engine.embedded.http.responses import TokenJson
+from slime.engine.embedded.http.responses import TokenJson, final_text
 from slime.engine.embedded.scheduler import Sequence as TokenSequence
 from slime.engine.embedded.tokenizer import EngineTokenizer, FinalText
 
@@ -81,9 +81,9 @@ class AnswerWriter:
             for seq in sequences:
                 self._watched.pop(seq, None)
 
-    async def make(self, wanted: Sequence[FinalText], make: Callable[[list[str]], T]) -> T:
-        """Call `make` with the `wanted` texts, in their order, in the writer's thread; returns its result."""
-        job = _AnswerJob(wanted, make)
+    async def make(self, finished: Sequence[TokenSequence], make: Callable[[list[str]], T]) -> T:
+        """Call `make` with the texts of finished sequences, in the writer's thread; returns its result."""
+        job = _AnswerJob([final_text(seq) for seq in finished], make)
         with self._news:
             self._jobs.append(job)
             self._begin(wake=True)

@@ -296,9 +296,9 @@ class OpenAIRoutes:
         with self._engine.admitted(requests):
             if requests[0].stream:
                 return await self._stream(http, body, requests, head, reading)
-            results = await self._engine.run_all(requests)
-        done = [each for finished in results for each in finished]
-        usage = _count_usage([[each.sequence for each in finished] for finished in results])
+            done = await self._engine.run(requests)
+        sequences = [each.sequence for each in done]
+        usage = _count_usage(sequences)
         rest = {"usage": usage, "metadata": {"weight_version": self._engine.core.weight_version}}
 
         def make(texts: list[str]) -> web.Response:
@@ -313,7 +313,7 @@ class OpenAIRoutes:
                 )
             return json_answer({**head, "object": kind, "choices": choices, **rest})
 
-        return await self._engine.make_answer(done, make)
+        return await self._engine.writer.make(sequences, make)
 
     def _logprobs(
         self, piece: OutputPiece, request: GenerateRequest, *, is_chat: bool, offset: int = 0
@@ -371,7 +371,7 @@ class OpenAIRoutes:
                 ends = {"finish_reason": _openai_finish_reason(piece, reply), "logprobs": logprobs}
                 await send_event(response, {**head, "object": kind, "choices": [{"index": 0, **content, **ends}]})
                 if piece.finish is not None and with_usage:
-                    await send_event(response, {**head, "object": kind, "choices": [], "usage": _count_usage([[seq]])})
+                    await send_event(response, {**head, "object": kind, "choices": [], "usage": _count_usage([seq])})
         return response
 
 
@@ -382,10 +382,11 @@ def _openai_finish_reason(piece: OutputPiece, reply: ChatChoice) -> str | None:
     return "tool_calls" if reply.calls and kind == "stop" else kind
 
 
-def _count_usage(results: list[list[EngineSequence]]) -> JsonObject:
+def _count_usage(sequences: Sequence[EngineSequence]) -> JsonObject:
     """Count the tokens of an answer; each prompt counts once, for any number of samples."""
+    first = [seq for seq in sequences if seq.choice == 0]
     return usage_json(
-        prompt=sum(len(sequences[0].prompt_ids) for sequences in results),
-        cached=sum(sequences[0].cached_tokens for sequences in results),
-        completion=sum(len(seq.output_ids) for sequences in results for seq in sequences),
+        prompt=sum(len(seq.prompt_ids) for seq in first),
+        cached=sum(seq.cached_tokens for seq in first),
+        completion=sum(len(seq.output_ids) for seq in sequences),
     )

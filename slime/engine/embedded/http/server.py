@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -38,6 +39,8 @@ from slime.engine.embedded.http.requests import (
 )
 from slime.engine.embedded.http.responses import TokenJson, answer, column_answer, whole
 from slime.storage.json_types import JsonMapping, JsonObject
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -154,9 +157,8 @@ class EngineServer:
                 return await self._stream(request, requests[0])
         writes = _COLUMNS_HEADER not in request.headers
         with self._engine.admitted(requests):
-            results = await self._engine.run_all(requests, writes=writes)
-        version, done = self.core.weight_version, [each for finished in results for each in finished]
-        is_list = batched or requests[0].params.n > 1
+            done = await self._engine.run(requests, writes=writes)
+        version, is_list = self.core.weight_version, batched or requests[0].params.n > 1
 
         def make(texts: list[str]) -> web.Response:
             answers = []
@@ -169,7 +171,7 @@ class EngineServer:
                     answers.append(answer(seq, whole(seq, text), each.request, version, written))
             return json_answer(answers if is_list else answers[0])
 
-        return await self._engine.make_answer(done, make)
+        return await self._engine.writer.make([each.sequence for each in done], make)
 
     async def _stream(self, http: web.Request, request: GenerateRequest) -> web.StreamResponse:
         """Send events with the whole answer so far, as SGLang does, or with the new part if its flag is set."""
@@ -207,7 +209,7 @@ class EngineServer:
                 if self.core.steps.counters.computed > began:
                     return json_answer({"status": "ok"})
                 if probe is None and self.core.scheduler.idle:
-                    [one_token], _ = parse_generate(body, self._engine.loaded)
+                    one_token, _ = parse_generate(body, self._engine.loaded)
                     probe = asyncio.ensure_future(self._engine.run(one_token))
                 if probe is not None and probe.done():
                     probe.result()
@@ -222,12 +224,12 @@ class EngineServer:
         del info["api_key"], info["admin_api_key"]
         info["status"] = "loading" if self._engine.facts is None else "ready"
         if self._engine.facts is not None:
-            info |= await self._engine.call(self.core.info, meets_steps=True)
+            info |= await self._call(self.core.info, meets_steps=True)
         return json_answer(info)
 
     async def loads(self, request: web.Request) -> web.Response:
         """Return the numbers of requests in SGLang's form, which has one entry for each data-parallel rank."""
-        info = await self._engine.call(self.core.info, meets_steps=True)
+        info = await self._call(self.core.info, meets_steps=True)
         running, waiting = info["num_running_reqs"], info["num_waiting_reqs"]
         rank = {"dp_rank": 0, "num_running_reqs": running, "num_waiting_reqs": waiting}
         rank |= {"num_total_reqs": running + waiting, "generated_tokens": info["totals"]["generated_tokens"]}
@@ -246,7 +248,7 @@ class EngineServer:
         return json_answer({"weight_version": self.core.weight_version})
 
     async def flush_cache(self, request: web.Request) -> web.Response:
-        await self._engine.call(self.core.flush_cache)
+        await self._call(self.core.flush_cache)
         return json_answer({"success": True, "message": "cache flushed"})
 
     # control
@@ -254,31 +256,31 @@ class EngineServer:
     async def abort_request(self, request: web.Request) -> web.Response:
         body = await json_body(request)
         if body["abort_all"].flag():
-            count = await self._engine.call(self.core.abort_all, meets_steps=True)
+            count = await self._call(self.core.abort_all, meets_steps=True)
         elif (rid := body["rid"].optional_text()) is not None:
-            count = await self._engine.call(lambda: self.core.abort(rid), meets_steps=True)
+            count = await self._call(lambda: self.core.abort(rid), meets_steps=True)
         else:
             raise BadRequest('give {"rid": "..."} or {"abort_all": true}')
         return json_answer({"success": True, "aborted": count})
 
     async def pause_generation(self, request: web.Request) -> web.Response:
         mode = (await json_body(request, optional=True))["mode"].one_of(PAUSE_MODES, "abort")
-        await self._engine.call(lambda: self.core.pause(mode))
+        await self._call(lambda: self.core.pause(mode))
         return json_answer({"success": True, "message": f"paused ({mode})"})
 
     async def continue_generation(self, request: web.Request) -> web.Response:
-        await self._engine.call(self.core.resume)
+        await self._call(self.core.resume)
         return json_answer({"success": True, "message": "continued"})
 
     async def release_memory(self, request: web.Request) -> web.Response:
         body = await json_body(request, optional=True)
         tags, discard = memory_tags(body), body["discard_weights"].flag(False)
-        await self._engine.call(lambda: self.core.release_memory(tags, discard_weights=discard))
+        await self._call(lambda: self.core.release_memory(tags, discard_weights=discard))
         return json_answer({"success": True})
 
     async def resume_memory(self, request: web.Request) -> web.Response:
         tags = memory_tags(await json_body(request, optional=True))
-        await self._engine.call(lambda: self.core.resume_memory(tags))
+        await self._call(lambda: self.core.resume_memory(tags))
         return json_answer({"success": True})
 
     # weights
@@ -315,7 +317,7 @@ class EngineServer:
         body = await json_body(request)
         bucket = parse_bucket(body)
         version, flush = _version_and_flush(body)
-        await self._engine.call(lambda: self.core.weights.expect_from_group(bucket, version), meets_steps=True)
+        await self._call(lambda: self.core.weights.expect_from_group(bucket, version), meets_steps=True)
         try:
             tensors = await asyncio.wrap_future(self.core.groups.receive(bucket, self.core.runner.device))
             return await self._run_update(
@@ -334,7 +336,7 @@ class EngineServer:
         memory, bucket = shared_memory(body), parse_bucket(body)
         version, flush = _version_and_flush(body)
         mode = body["pause_mode"].one_of(PAUSE_MODES, "abort") if "pause_mode" in body else None
-        opened = await asyncio.to_thread(self.core.weights.open_shared, memory, bucket)
+        opened = await asyncio.to_thread(self.core.weights.shared.open, memory, bucket)
         try:
             return await self._run_update(
                 lambda: self.core.update_from_shared(opened, version, flush=flush, pause_mode=mode), opened.seconds
@@ -345,7 +347,7 @@ class EngineServer:
     async def destroy_weights_update_group(self, request: web.Request) -> web.Response:
         name = group_name(await json_body(request))
         await run_in_daemon_thread(lambda: self.core.groups.leave(name))
-        await self._engine.call(lambda: self.core.weights.fail_partial_update(name))
+        await self._call(lambda: self.core.weights.fail_partial_update(name))
         return json_answer({"success": True, "message": "left"})
 
     async def load_lora_adapter(self, request: web.Request) -> web.Response:
@@ -368,7 +370,7 @@ class EngineServer:
 
     async def weights_checker(self, request: web.Request) -> web.Response:
         action = (await json_body(request))["action"].one_of(("checksum", "shapes"), "checksum")
-        found = await self._engine.call(lambda: self.core.weights.check(action))
+        found = await self._call(lambda: self.core.weights.check(action))
         return json_answer({"success": True, "message": "", **found})
 
     async def _run_update(self, update: Callable[[], int], more: JsonMapping | None = None) -> web.Response:
@@ -378,16 +380,13 @@ class EngineServer:
             started = time.perf_counter()
             return update(), time.perf_counter() - started
 
-        copied, seconds = await self._engine.call(timed)
-        return json_answer(
-            {
-                "success": True,
-                "message": f"{copied} bytes",
-                "weight_version": self.core.weight_version,
-                "seconds": seconds,
-                **(more or {}),
-            }
-        )
+        copied, seconds = await asyncio.wrap_future(self.core.call(timed))
+        answer = {"success": True, "message": f"{copied} bytes", "weight_version": self.core.weight_version}
+        return json_answer({**answer, "seconds": seconds, **(more or {})})
+
+    async def _call(self, function: Callable[[], T], *, meets_steps: bool = False) -> T:
+        """Run `function` in the engine's thread between two steps."""
+        return await asyncio.wrap_future(self.core.call(function, meets_steps=meets_steps))
 
 
 def _version_and_flush(body: RequestField) -> tuple[str | None, bool]:

@@ -60,9 +60,15 @@ class OpenBucket:
     """The tensors of a bucket in a trainer's memory, which stays open while they are copied."""
 
     def __init__(
-        self, bucket: AnnouncedBucket, size: int, copy: Callable[[list[torch.Tensor]], None], close: Callable[[], None]
+        self,
+        bucket: AnnouncedBucket,
+        views: FolderViews,
+        size: int,
+        copy: Callable[[list[torch.Tensor]], None],
+        close: Callable[[], None],
     ) -> None:
         self.bucket = bucket
+        self._views = views
         self._bytes = size
         self._copy: Callable[[list[torch.Tensor]], None] | None = copy  # to tensors of the model, in their order
         self._close_memory = close
@@ -71,12 +77,12 @@ class OpenBucket:
         """Durations of opening the memory (`open_seconds`) and of copying its bytes (`copy_seconds`)."""
 
     @torch.no_grad()
-    def load(self, views: FolderViews) -> int:
+    def load(self) -> int:
         """Copy all of it into the model; returns the bytes copied."""
         with self._lock:
             if self._copy is None:
                 raise BadRequest("the sender of these weights did not wait until they were copied")
-            targets = views.targets(self.bucket.names)
+            targets = self._views.targets(self.bucket.names)
             began = time.perf_counter()
             try:
                 self._copy([targets[name] for name in self.bucket.names])
@@ -93,18 +99,18 @@ class OpenBucket:
 
 
 class SharedMemory:
-    """Opens memory that a trainer names; keeps the last region of the host open."""
+    """Opens memory that a trainer names, in any thread: the model does not change; keeps the last host region open."""
 
-    def __init__(self) -> None:
+    def __init__(self, views: FolderViews, device: torch.device) -> None:
+        self._views = views
+        self._device = device
         self._region: HostRegion | None = None
         self._lock = threading.Lock()
 
-    def open(
-        self, memory: DeviceMemory | HostMemory, bucket: AnnouncedBucket, views: FolderViews, device: torch.device
-    ) -> OpenBucket:
+    def open(self, memory: DeviceMemory | HostMemory, bucket: AnnouncedBucket) -> OpenBucket:
         """Open the tensors of a bucket, which are stored in their order, each at a multiple of 512 bytes."""
-        began = time.perf_counter()
-        check_shapes(views, dict(zip(bucket.names, bucket.shapes, strict=True)), _SOURCE)
+        began, device = time.perf_counter(), self._device
+        check_shapes(self._views, dict(zip(bucket.names, bucket.shapes, strict=True)), _SOURCE)
         sizes = [math.prod(shape) * kind.itemsize for shape, kind in zip(bucket.shapes, bucket.dtypes, strict=True)]
         places = [
             MemorySlice(end - align_up(size), size, kind, shape)
@@ -127,9 +133,9 @@ class SharedMemory:
                     if device.type == "cuda":
                         torch.cuda.current_stream(device).synchronize()
 
-                opened = OpenBucket(bucket, sum(sizes), copy, lambda: None)  # the region stays open
+                opened = OpenBucket(bucket, self._views, sum(sizes), copy, lambda: None)  # the region stays open
             else:
-                opened = OpenBucket(bucket, sum(sizes), held.copies(places), held.close)
+                opened = OpenBucket(bucket, self._views, sum(sizes), held.copies(places), held.close)
         except BaseException:
             if isinstance(held, _GpuMemory):
                 held.close()
