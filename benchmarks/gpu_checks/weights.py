@@ -22,7 +22,7 @@ from slime.engine.embedded.weights.process_groups import AnnouncedBucket
 from slime.models.delta.apply import apply_on_device, bytes_of, tensor_checksums
 from slime.models.delta.blob import encode, sum64_of_bytes, sum64_of_tensors
 from slime.models.delta.folder import DeltaPart, delta_entries, join_parts, read_index, write_part
-from slime.train.backends.hf_buckets import HfBucket, HfTensor
+from slime.train.backends.hf_buckets import HfBucket, HfTensor, PlannedBucket
 from slime.train.timers import RankProgress
 from slime.train.weight_export.delta import PublishedWeights
 from slime.train.weight_export.ipc import SharedWeights
@@ -60,15 +60,16 @@ class _OneRank:
     def __init__(self) -> None:
         self.progress = RankProgress()
         self.topology = SimpleNamespace(world=SimpleNamespace(rank=0, union=set), device=_CUDA)
+        self.export = self
 
-    def hf_plan(self, *_: Any, **__: Any) -> list[tuple[HfTensor, ...]]:
-        tensors = [HfTensor(name, shape, torch.bfloat16, 0) for name, shape in _SHAPES.items()]
-        return [tuple(tensors[:2]), tuple(tensors[2:])]
+    def plan(self, *_: Any) -> list[PlannedBucket[Any]]:
+        tensors = tuple(HfTensor(name, shape, torch.bfloat16, 0) for name, shape in _SHAPES.items())
+        return [PlannedBucket(0, (), tensors[:2]), PlannedBucket(0, (), tensors[2:])]
 
-    def hf_buckets(self, *_: Any, **__: Any) -> Iterator[HfBucket]:
+    def buckets(self, plan: list[PlannedBucket[Any]]) -> Iterator[HfBucket]:
         tensors = _tensors()
-        for layout in self.hf_plan():
-            yield HfBucket(0, layout, {one.name: tensors[one.name] for one in layout})
+        for planned in plan:
+            yield HfBucket(0, planned.tensors, {one.name: tensors[one.name] for one in planned.tensors})
 
 
 def _share(told: Any, region: str | None) -> None:

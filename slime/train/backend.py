@@ -26,7 +26,7 @@ from slime.errors import UserError
 from slime.models.peft_adapter import AdapterConfig
 from slime.storage.json_types import JsonObject
 from slime.train.backends.frozen import FrozenSets, Model, ResidentTensors, ShardedModel
-from slime.train.backends.hf_buckets import HfBucket, HfExporter, HfTensor, PreviousExport
+from slime.train.backends.hf_buckets import HfExporter
 from slime.train.checkpoints.rank_files import MODEL, OPTIMIZER, SavedPart
 from slime.train.checkpoints.reader import SavedTensors
 from slime.train.samples.micro_batch import LossOutcome, MicroBatch, Objective
@@ -267,32 +267,9 @@ class TrainBackend(ABC, Generic[Model]):
     @abstractmethod
     def _read_parts(self, kind: str, saved: SavedTensors) -> None: ...
 
-    # export: the weights as in a Hugging Face folder, floating ones in `dtype`, with the LoRA adapter merged if there
-    # is one; and the adapter alone
+    # export: the weights as in a Hugging Face folder, with the LoRA adapter merged if there is one; the adapter alone
 
-    _export: HfExporter[Any]
-
-    def hf_plan(
-        self, dtype: torch.dtype, max_bytes: int, *, owners: Sequence[int] | None = None
-    ) -> list[tuple[HfTensor, ...]]:
-        """Layouts of the buckets that `hf_buckets` will yield; equal on all ranks, and computed without gathering."""
-        return [load.tensors for load in self._export.plan(dtype, max_bytes, owners)]
-
-    @abstractmethod
-    def hf_buckets(
-        self,
-        dtype: torch.dtype,
-        max_bytes: int,
-        *,
-        owners: Sequence[int] | None = None,
-        earlier: PreviousExport | None = None,
-    ) -> Iterator[HfBucket]:
-        """Yield every tensor once, whole on its owner alone.
-
-        The owner is one of the world's ranks `owners` (default: all ranks), the same in every call. A tensor larger
-        than `max_bytes` gets a bucket of its own. All ranks iterate together, to the end. With `earlier` a backend may
-        have its ranks compare their parts and send only the changes; the buckets are the same.
-        """
+    export: HfExporter[Any]
 
     def full_adapter(self) -> Iterator[NamedTensor]:
         """Yield the adapter's whole matrices under PEFT's names, if there is one; all ranks iterate together."""

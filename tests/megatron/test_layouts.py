@@ -142,7 +142,7 @@ def by_fsdp(folder_of: Folder, tmp_path_factory: pytest.TempPathFactory) -> Call
             backend = alone.trainer.actor.backend
             weights = {
                 name: tensor.clone()
-                for bucket in backend.hf_buckets(torch.float32, 1 << 30)
+                for bucket in backend.export.buckets(backend.export.plan(torch.float32, 1 << 30))
                 for name, tensor in (bucket.tensors or {}).items()
             }
             made[training] = metrics, weights

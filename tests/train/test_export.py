@@ -20,7 +20,6 @@ from slime.models.delta.apply import tensor_checksums
 from slime.models.loading import persistent_buffers, split_fused_weights
 from slime.models.safetensors_io import open_weights
 from slime.train.backends.fsdp.hf_export import HfExport
-from slime.train.backends.fsdp.sharding import local_part
 from slime.train.checkpoints.errors import NotWritten
 from slime.train.topology import Ranks
 from slime.train.trainer import Trainer
@@ -44,10 +43,10 @@ def test_single_rank_export_matches_model_folder(
     kind: str, model_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hf_tensor_plan, "ROWS_BYTES", EXPERT_ROWS)
-    backend = InProcess(config_for(model_folder(kind), tmp_path)).trainer.actor.backend
-    plan = backend.hf_plan(torch.bfloat16, BUCKET)
-    buckets = list(backend.hf_buckets(torch.bfloat16, BUCKET))
-    assert [bucket.layout for bucket in buckets] == plan
+    export = InProcess(config_for(model_folder(kind), tmp_path)).trainer.actor.backend.export
+    plan = export.plan(torch.bfloat16, BUCKET)
+    buckets = list(export.buckets(plan))
+    assert [bucket.layout for bucket in buckets] == [bucket.tensors for bucket in plan]
     found: dict[str, torch.Tensor] = {}
     for bucket in buckets:
         assert bucket.tensors is not None
@@ -57,7 +56,7 @@ def test_single_rank_export_matches_model_folder(
         found |= bucket.tensors
     wanted = in_folder(model_folder(kind), torch.bfloat16)
     assert found.keys() == wanted.keys()
-    assert sum(len(bucket.names) for bucket in buckets) == len(wanted)
+    assert sum(len(bucket.layout) for bucket in buckets) == len(wanted)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
@@ -77,7 +76,6 @@ def make_export(folder: str, size: int, copies: int) -> HfExport:
         partial(split_fused_weights, model),
         rank=dist.get_rank(),
         world_size=size,
-        value=lambda name: local_part(tensors[name].detach()),
     )
 
 
@@ -96,18 +94,18 @@ def export_on_rank(peers: Ranks, folder: str, copies: int, owners: tuple[int, ..
     dist.batch_isend_irecv = counted
     own: dict[str, torch.Tensor] = {}
     largest = 0
-    for bucket in export.buckets(torch.bfloat16, BUCKET, owners):
+    plan = export.plan(torch.bfloat16, BUCKET, owners)
+    for bucket in export.buckets(plan):
         assert (bucket.tensors is not None) == (bucket.owner == peers.rank)
         own |= bucket.tensors or {}
         largest = max(largest, sum(tensor.nbytes for tensor in bucket.layout) if len(bucket.layout) > 1 else 0)
     return {
-        "plan": [[(t.name, t.shape, str(t.dtype), t.owner) for t in load.tensors]
-                 for load in export.plan(torch.bfloat16, BUCKET, owners)],
+        "plan": [[(t.name, t.shape, str(t.dtype), t.owner) for t in load.tensors] for load in plan],
         "checksums": tensor_checksums(own.items()),
         "bytes": sum(tensor.nbytes for tensor in own.values()),
         "sent": sum(tensor.nbytes for tensor in sent),
         "largest": largest,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(

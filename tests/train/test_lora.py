@@ -28,7 +28,8 @@ def lora_run(model: Path, out: Path, **changes: Any) -> InProcess:
 
 
 def exported_weights(run: InProcess) -> dict[str, torch.Tensor]:
-    buckets = run.trainer.actor.backend.hf_buckets(torch.float32, 2**20)
+    export = run.trainer.actor.backend.export
+    buckets = export.buckets(export.plan(torch.float32, 2**20))
     return {name: tensor.clone() for bucket in buckets for name, tensor in bucket.tensors.items()}
 
 

@@ -64,11 +64,12 @@ def export_all(ranks: Ranks, model: str) -> dict[str, Any]:
     for name, sizes in LAYOUTS.items():
         layout = Layout(world=ranks.size, **sizes)
         own = cut(layout, ranks.rank, entries, whole)
-        export = MegatronHfExport(ShardMap(layout, ranks, entries, shapes, own), ranks, own)
+        export = MegatronHfExport(ShardMap(layout, ranks, entries, shapes, own), ranks, lambda own=own: own)
         for owners in (None, (0,), (1, 3)):
-            plan = [load.tensors for load in export.plan(torch.bfloat16, MAX_BYTES, owners)]
+            planned = export.plan(torch.bfloat16, MAX_BYTES, owners)
+            plan = [load.tensors for load in planned]
             found: dict[str, bool] = {}
-            for bucket in export.buckets(torch.bfloat16, MAX_BYTES, owners):
+            for bucket in export.buckets(planned):
                 assert (bucket.tensors is None) == (bucket.owner != ranks.rank)
                 for key, tensor in (bucket.tensors or {}).items():
                     found[key] = torch.equal(tensor, whole[key].bfloat16())
@@ -90,10 +91,10 @@ def export_three_rounds(ranks: Ranks, model: str) -> list[tuple[int, dict[str, b
                 whole[name].view(-1)[::17] += 1
             whole["model.embed_tokens.weight"] += 1
         own = cut(layout, ranks.rank, entries, whole)
-        export = MegatronHfExport(ShardMap(layout, ranks, entries, shapes, own), ranks, own)
+        export = MegatronHfExport(ShardMap(layout, ranks, entries, shapes, own), ranks, lambda own=own: own)
         with counted_sends() as sent:
             found: dict[str, bool] = {}
-            for bucket in export.buckets(torch.bfloat16, MAX_BYTES, earlier=published):
+            for bucket in export.buckets(export.plan(torch.bfloat16, MAX_BYTES), published):
                 for key, tensor in (bucket.tensors or {}).items():
                     found[key] = torch.equal(tensor, whole[key].bfloat16())
                 published.keep(bucket.tensors or {})

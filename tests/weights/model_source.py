@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +13,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from slime.models.delta.apply import tensor_checksums
 from slime.models.loading import split_fused_weights
 from slime.train.backends.fsdp.hf_export import HfExport
-from slime.train.backends.hf_buckets import HfBucket, HfTensor, PreviousExport
 from slime.train.timers import RankProgress
 from slime.train.weight_export.delta import PublishedWeights, export_delta
 from slime.train.weight_export.files import export_weights
@@ -29,29 +27,8 @@ class OneRank:
     def __init__(self, model: PreTrainedModel) -> None:
         self.progress = RankProgress()
         self.topology = SimpleNamespace(world=SimpleNamespace(rank=0, union=set), device=torch.device("cpu"))
-        parameters = dict(model.named_parameters())
-        self._export = HfExport(
-            parameters,
-            partial(split_fused_weights, model),
-            rank=0,
-            world_size=1,
-            value=lambda name: parameters[name].detach(),
-        )
-
-    def hf_plan(
-        self, dtype: torch.dtype, max_bytes: int, *, owners: Sequence[int] | None = None
-    ) -> list[tuple[HfTensor, ...]]:
-        return [load.tensors for load in self._export.plan(dtype, max_bytes, owners)]
-
-    def hf_buckets(
-        self,
-        dtype: torch.dtype,
-        max_bytes: int,
-        *,
-        owners: Sequence[int] | None = None,
-        earlier: PreviousExport | None = None,
-    ) -> Iterator[HfBucket]:
-        return self._export.buckets(dtype, max_bytes, owners)
+        split = partial(split_fused_weights, model)
+        self.export = HfExport(dict(model.named_parameters()), split, rank=0, world_size=1)
 
 
 class OneActor:
@@ -106,6 +83,5 @@ class ModelSource(LocalSource):
         return export_delta(self.backend, self.published, Path(out_dir), **how).to_dict()
 
     def weight_checksums(self) -> dict[str, str]:
-        return tensor_checksums(
-            pair for bucket in self.backend.hf_buckets(self.dtype, BUFFER_SIZE) for pair in bucket.tensors.items()
-        )
+        buckets = self.backend.export.buckets(self.backend.export.plan(self.dtype, BUFFER_SIZE))
+        return tensor_checksums(pair for bucket in buckets for pair in bucket.tensors.items())

@@ -41,7 +41,7 @@ def share_weights(model: Any, path: Path) -> tuple[SharedWeights, dict[str, Any]
     """Share weights in bfloat16, gathered in several parts, and return the answer of the trainer rank."""
     actor: Any = OneActor(model)
     weights = SharedWeights(actor, dtype=torch.bfloat16, buffer_size=2**16)
-    assert len(actor.backend.hf_plan(torch.bfloat16, 2**16)) > 1
+    assert len(actor.backend.export.plan(torch.bfloat16, 2**16)) > 1
     answer = weights.share_bucket(1, 7, str(path))
     assert actor.exported == [7]
     return weights, answer

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain, zip_longest
 from typing import Generic, Protocol, TypeVar
@@ -41,10 +42,6 @@ class HfBucket:
     owner: int
     layout: tuple[HfTensor, ...]
     tensors: dict[str, Tensor] | None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(tensor.name for tensor in self.layout)
 
     def broadcast_tensors(self, world: Ranks) -> Iterator[tuple[str, Tensor]]:
         """Broadcast the tensors from the owner and yield them on every rank; all ranks iterate together."""
@@ -98,7 +95,8 @@ class PlannedBucket(Generic[Item]):
 class HfExporter(ABC, Generic[Item]):
     """Exports the weights of one sharded model under their names in a model folder, each whole on its owner alone.
 
-    Invariant: every rank computes the same plan without communication; a rank gathers one bucket at a time.
+    Invariant: every rank computes the same plan without communication; a rank gathers one bucket at a time. Every
+    tensor is in one bucket; one larger than the limit of a bucket gets its own.
     """
 
     @abstractmethod
@@ -110,8 +108,11 @@ class HfExporter(ABC, Generic[Item]):
         """The tensors that are made of an item."""
 
     @abstractmethod
-    def first_operation(self) -> None:
-        """Run a collective of all ranks: NCCL needs all of a group in its first operation, and a transfer has two."""
+    def gathering(self) -> AbstractContextManager[None]:
+        """Prepare the weights for gathers inside the context; all ranks enter together.
+
+        It begins with a collective of all ranks: NCCL needs all of a group in its first operation, a transfer has two.
+        """
 
     @abstractmethod
     def gather(self, bucket: PlannedBucket[Item], earlier: PreviousExport | None) -> dict[str, Tensor] | None:
@@ -120,7 +121,10 @@ class HfExporter(ABC, Generic[Item]):
     def plan(
         self, dtype: torch.dtype, max_bytes: int, owners: Sequence[int] | None = None
     ) -> list[PlannedBucket[Item]]:
-        """Plan the buckets. Owners take turns, so that one consumes its bucket while the others' are gathered."""
+        """Plan the buckets of the world's ranks `owners` (default: all), with floating tensors in `dtype`.
+
+        Owners take turns, so that one consumes its bucket while the others' are gathered.
+        """
         loads = []
         for owner, items in self.assign(dtype, owners).items():
             made = [self.layout(item, dtype, owner) for item in items]
@@ -134,17 +138,14 @@ class HfExporter(ABC, Generic[Item]):
         return [load for turn in zip_longest(*loads) for load in turn if load is not None]
 
     @torch.no_grad()
-    def buckets(
-        self,
-        dtype: torch.dtype,
-        max_bytes: int,
-        owners: Sequence[int] | None = None,
-        earlier: PreviousExport | None = None,
-    ) -> Iterator[HfBucket]:
-        """Gather and yield the buckets; all ranks iterate together, and only the owner has a bucket's tensors."""
-        self.first_operation()
-        for load in self.plan(dtype, max_bytes, owners):
-            yield HfBucket(load.owner, load.tensors, self.gather(load, earlier))
+    def buckets(self, plan: Sequence[PlannedBucket[Item]], earlier: PreviousExport | None = None) -> Iterator[HfBucket]:
+        """Gather and yield the buckets; all ranks iterate together, to the end, and only the owner has the tensors.
+
+        With `earlier` an exporter may have ranks compare their parts and send only the changes; the buckets are equal.
+        """
+        with self.gathering():
+            for load in plan:
+                yield HfBucket(load.owner, load.tensors, self.gather(load, earlier))
 
 
 def wait_transfers(transfers: list[dist.P2POp]) -> None:

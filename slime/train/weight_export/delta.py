@@ -156,7 +156,7 @@ def export_delta(
 
     waiting: deque[tuple[int, Future[None]]] = deque()
     waiting_bytes = 0
-    buckets = backend.hf_buckets(dtype, buffer_size, earlier=published)
+    buckets = backend.export.buckets(backend.export.plan(dtype, buffer_size), published)
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as pool:
         for bucket in backend.progress.over(buckets, "comparing weights: bucket"):
             tensors = bucket.tensors or {}

@@ -64,10 +64,8 @@ def export_weights(
             if writing is not None:
                 writing.result()
 
-    count = len(backend.hf_plan(dtype, buffer_size))
-    buckets = backend.progress.over(
-        backend.hf_buckets(dtype, buffer_size, earlier=earlier), "writing weights: bucket", count
-    )
+    plan = backend.export.plan(dtype, buffer_size)
+    buckets = backend.progress.over(backend.export.buckets(plan, earlier), "writing weights: bucket", len(plan))
     write_together(backend.topology.world, buckets, write, _what(folder, version))
     return paths
 
@@ -121,11 +119,11 @@ def save_hf(
         write_together(world, iter(()), begin if world.rank == 0 else None, what)
         (staging,) = world.union([] if draft is None else [str(draft.staging)])
         part = draft or FolderDraft(Path(staging), Path(path))
-        size = sum(tensor.nbytes for bucket in backend.hf_plan(dtype, buffer_size) for tensor in bucket)
-        owners = (0,) if size <= max_shard_bytes else None  # one file, or the shards of each rank
-        count = len(backend.hf_plan(dtype, buffer_size, owners=owners))
-        buckets = backend.hf_buckets(dtype, buffer_size, owners=owners)
-        each = backend.progress.over(buckets, "writing a Hugging Face folder: bucket", count)
+        plan = backend.export.plan(dtype, buffer_size)
+        if sum(tensor.nbytes for bucket in plan for tensor in bucket.tensors) <= max_shard_bytes:
+            plan = backend.export.plan(dtype, buffer_size, (0,))  # one file instead of the shards of each rank
+        buckets = backend.export.buckets(plan)
+        each = backend.progress.over(buckets, "writing a Hugging Face folder: bucket", len(plan))
         write_together(world, each, write, what)
         write_together(world, iter(()), None if draft is None else lambda _: part.finish(dtype, beside=beside), what)
     finally:

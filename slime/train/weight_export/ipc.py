@@ -51,20 +51,21 @@ class SharedWeights:
         answer: JsonObject = {}
         if number == 1:
             self._actor.remember_exported(version)
-            plan, world = backend.hf_plan(self._dtype, self._buffer_size, owners=SENDER_RANKS), backend.topology.world
+            plan, world = backend.export.plan(self._dtype, self._buffer_size, SENDER_RANKS), backend.topology.world
+            planned = [bucket.tensors for bucket in plan]
             own = []
             if world.rank == 0:
                 try:
-                    own = [self._take_memory(plan, region, backend.topology.device)]
+                    own = [self._take_memory(planned, region, backend.topology.device)]
                 except (CudaDriverError, OSError, torch.OutOfMemoryError) as reason:
                     own = [f"{_REFUSED}{reason}"]
             (outcome,) = world.union(own)
             if outcome.startswith(_REFUSED):
                 return {"refused": outcome.removeprefix(_REFUSED)}
             self._parts = [len(plan)] if outcome == _WHOLE else [1] * len(plan)
-            layouts = [tensor_layouts(bucket) for bucket in plan]
+            layouts = [tensor_layouts(bucket) for bucket in planned]
             answer["buckets"] = [[one for bucket in layouts for one in bucket]] if outcome == _WHOLE else layouts
-            gathered = backend.hf_buckets(self._dtype, self._buffer_size, owners=SENDER_RANKS)
+            gathered = backend.export.buckets(plan)
             self._buckets = backend.progress.over(gathered, "sharing weights: bucket", len(plan))
         begin, device = 0, None
         for _ in range(self._parts[number - 1]):  # copy the next gathered buckets into the memory, from its start

@@ -141,22 +141,17 @@ class WeightSender:
     @verb()
     def weight_buckets(self) -> list[Layout]:
         """Describe the buckets that `broadcast_weights` sends."""
-        return [
-            tensor_layouts(bucket)
-            for bucket in self._backend.hf_plan(self._dtype, self._buffer_size, owners=SENDER_RANKS)
-        ]
+        plan = self._backend.export.plan(self._dtype, self._buffer_size, SENDER_RANKS)
+        return [tensor_layouts(bucket.tensors) for bucket in plan]
 
     @verb()
     def broadcast_weights(self, version: int) -> None:
         """Send all tensors to the engines, bucket by bucket; return when the engines have all of them."""
         self._actor.remember_exported(version)
-        backend, how = self._backend, (self._dtype, self._buffer_size)
-        count = len(backend.hf_plan(*how, owners=SENDER_RANKS))
-        buckets = backend.hf_buckets(*how, owners=SENDER_RANKS)
-        self._broadcast(
-            (bucket.tensors or {}).values()
-            for bucket in backend.progress.over(buckets, "sending weights: bucket", count)
-        )
+        backend = self._backend
+        plan = backend.export.plan(self._dtype, self._buffer_size, SENDER_RANKS)
+        buckets = backend.progress.over(backend.export.buckets(plan), "sending weights: bucket", len(plan))
+        self._broadcast((bucket.tensors or {}).values() for bucket in buckets)
 
     @verb()
     def adapter_buckets(self) -> tuple[JsonObject, list[Layout]]:
@@ -208,12 +203,11 @@ class WeightSender:
         """Compute the xxh3-128 of every tensor that this rank owns, in the rollout's dtype."""
         from slime.models.delta.apply import tensor_checksums
 
-        buckets = self._backend.hf_buckets(self._dtype, self._buffer_size)
-        return tensor_checksums(
-            pair
-            for bucket in self._backend.progress.over(buckets, "checksums: bucket")
-            for pair in (bucket.tensors or {}).items()
+        export = self._backend.export
+        buckets = self._backend.progress.over(
+            export.buckets(export.plan(self._dtype, self._buffer_size)), "checksums: bucket"
         )
+        return tensor_checksums(pair for bucket in buckets for pair in (bucket.tensors or {}).items())
 
     @property
     def _adapter(self) -> TrainedAdapter:

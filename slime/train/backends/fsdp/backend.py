@@ -11,7 +11,6 @@ router's noise is ever active.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -50,7 +49,6 @@ from slime.train.backends.fsdp.sharding import (
     gather_full_tensor,
     gather_like,
     local_part,
-    part_on_device,
     reshard,
     set_gradient_sync,
     shard,
@@ -66,7 +64,6 @@ from slime.train.backends.fsdp.state import (
     read_parts,
     with_local_parts,
 )
-from slime.train.backends.hf_buckets import HfBucket, PreviousExport
 from slime.train.checkpoints.rank_files import MODEL, OPTIMIZER, SavedPart
 from slime.train.checkpoints.reader import SavedTensors
 from slime.train.samples.micro_batch import MicroBatch, Objective
@@ -183,16 +180,13 @@ class FSDPBackend(TrainBackend[PackedModel]):
             self.adapter = self._adapter.info
         super().__init__(config, topology, progress, model.config, policy, self._adapter or FrozenSets(*sets))
         own = {name: tensor for name, tensor in module.placed.items() if layers is None or not is_adapter(name)}
-        leaves: dict[str, Tensor] = {**own, **dict(persistent_buffers(model))}
-
-        def leaving(name: str) -> Tensor:
-            """This rank's rows of a parameter, with the adapter merged; a buffer unchanged."""
-            if self._adapter is not None and name in module.placed:
-                return self._adapter.rows(name)
-            return part_on_device(leaves[name]).detach()
-
-        world, split = topology.world, partial(split_fused_weights, model)
-        self._export = HfExport(leaves, split, rank=world.rank, world_size=world.size, value=leaving)
+        self.export = HfExport(
+            {**own, **dict(persistent_buffers(model))},
+            partial(split_fused_weights, model),
+            rank=topology.world.rank,
+            world_size=topology.world.size,
+            adapter=self._adapter,
+        )
 
     # passes
 
@@ -316,17 +310,6 @@ class FSDPBackend(TrainBackend[PackedModel]):
         return {**self.module.placed, **dict(persistent_buffers(self.module.model))}
 
     # export
-
-    def hf_buckets(
-        self,
-        dtype: torch.dtype,
-        max_bytes: int,
-        *,
-        owners: Sequence[int] | None = None,
-        earlier: PreviousExport | None = None,  # unused: shards are small here, and owners compare the tensors
-    ) -> Iterator[HfBucket]:
-        with nullcontext() if self._adapter is None else self._adapter.gathered():
-            yield from self._export.buckets(dtype, max_bytes, owners)
 
     def full_adapter(self) -> Iterator[NamedTensor]:
         return iter(()) if self._adapter is None else self._adapter.full_adapter()

@@ -5,8 +5,10 @@ Invariant: only a tensor's owner ever has the whole of it; the others send it th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
 from slime.models.hf_tensor_plan import ConversionPiece, Convert, plan_pieces
+from slime.train.backends.fsdp.sharding import part_on_device
 from slime.train.backends.hf_buckets import (
     HfExporter,
     HfTensor,
@@ -24,8 +27,19 @@ from slime.train.backends.hf_buckets import (
 )
 
 
+class MergedRows(Protocol):
+    """An adapter that is merged into the rows that a rank exports, inside the context `gathered`."""
+
+    def gathered(self) -> AbstractContextManager[None]: ...
+
+    def merged(self, name: str, rows: Tensor) -> Tensor: ...
+
+
 class HfExport(HfExporter[ConversionPiece]):
-    """Exporter of a model whose parameters are sharded in rows; `value` returns this rank's rows of one to export."""
+    """Exporter of a model whose parameters are sharded in rows; an `adapter` is merged into the rows.
+
+    Ranks always send all of their rows: shards are small here, and owners compare the tensors.
+    """
 
     def __init__(
         self,
@@ -34,13 +48,13 @@ class HfExport(HfExporter[ConversionPiece]):
         *,
         rank: int,
         world_size: int,
-        value: Callable[[str], Tensor],
+        adapter: MergedRows | None = None,
     ) -> None:
         self._tensors = tensors
         self._convert = convert
         self._rank = rank
         self._world_size = world_size
-        self._value = value
+        self._adapter = adapter
         self._pieces: dict[torch.dtype, list[ConversionPiece]] = {}
         self._cuts: dict[str, RowSharding] = {}
 
@@ -60,11 +74,14 @@ class HfExport(HfExporter[ConversionPiece]):
     def layout(self, item: ConversionPiece, dtype: torch.dtype, owner: int) -> tuple[HfTensor, ...]:
         return tuple(HfTensor(made.name, made.shape, made.dtype, owner) for made in item.makes)
 
-    def first_operation(self) -> None:
-        sharded = next((tensor for tensor in self._tensors.values() if isinstance(tensor, DTensor)), None)
-        device = None if sharded is None else sharded.device_mesh.device_type
-        if sharded is not None and device == "cuda" and (cut := RowSharding.of(sharded)).size > 1:
-            dist.all_reduce(torch.zeros(1, device=device), group=cut.group)
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        with nullcontext() if self._adapter is None else self._adapter.gathered():
+            sharded = next((tensor for tensor in self._tensors.values() if isinstance(tensor, DTensor)), None)
+            device = None if sharded is None else sharded.device_mesh.device_type
+            if sharded is not None and device == "cuda" and (cut := RowSharding.of(sharded)).size > 1:
+                dist.all_reduce(torch.zeros(1, device=device), group=cut.group)
+            yield
 
     def gather(
         self, bucket: PlannedBucket[ConversionPiece], earlier: PreviousExport | None
@@ -106,7 +123,7 @@ class HfExport(HfExporter[ConversionPiece]):
         """The owner's tensor of a parameter, complete when the transfers are done, and this rank's transfers."""
         tensor, dtype, is_owner = self._tensors[name], piece.makes[0].dtype, owner == self._rank
         if not isinstance(tensor, DTensor):  # all ranks have it
-            return (self._value(name)[slice(*piece.rows) if piece.rows else ...].to(dtype) if is_owner else None), []
+            return (self._rows(name)[slice(*piece.rows) if piece.rows else ...].to(dtype) if is_owner else None), []
         cut = self._cuts.get(name) or self._cuts.setdefault(name, RowSharding.of(tensor))
         if owner not in cut.ranks:  # the ranks of the owner's copy of the model send it
             return None, []
@@ -115,7 +132,7 @@ class HfExport(HfExporter[ConversionPiece]):
         part = None
         if self._rank in held:
             start, (first, last) = cut.begin(self._rank), held[self._rank]
-            part = self._value(name)[first - start : last - start].to(dtype).contiguous()
+            part = self._rows(name)[first - start : last - start].to(dtype).contiguous()
         if not is_owner:
             return None, [] if part is None else [dist.P2POp(dist.isend, part, owner, cut.group)]
         if part is not None and len(held) == 1:
@@ -129,6 +146,10 @@ class HfExport(HfExporter[ConversionPiece]):
             elif part is not None:
                 target.copy_(part)
         return whole, transfers
+
+    def _rows(self, name: str) -> Tensor:
+        rows = part_on_device(self._tensors[name].detach())
+        return rows if self._adapter is None else self._adapter.merged(name, rows)
 
 
 @dataclass(frozen=True)

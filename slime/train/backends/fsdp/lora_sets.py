@@ -123,7 +123,7 @@ class PolicyAdapter(FrozenSets[PackedModel]):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Gather every A for `rows` inside the context; all ranks enter together."""
+        """Gather every A for `merged` inside the context; all ranks enter together."""
         self._whole_a = {
             module: gather_full_tensor(self._parameters[module + LORA_A].detach()) for module in self._layers.modules
         }
@@ -132,13 +132,13 @@ class PolicyAdapter(FrozenSets[PackedModel]):
         finally:
             self._whole_a = {}
 
-    def rows(self, name: str) -> Tensor:
-        """This rank's part of a parameter for the export: with the adapter merged, in float32, if it has one."""
-        own, module = part_on_device(self._parameters[name].detach()), name.removesuffix(".weight")
+    def merged(self, name: str, rows: Tensor) -> Tensor:
+        """Merge the adapter into this rank's rows of a parameter, in float32; the rows themselves if it has none."""
+        module = name.removesuffix(".weight")
         if module not in self._whole_a:
-            return own
+            return rows
         b = part_on_device(self._parameters[module + LORA_B].detach())
-        return merge_lora(own, self._whole_a[module], b, scale=self._layers.lora.scale, dtype=torch.float32)
+        return merge_lora(rows, self._whole_a[module], b, scale=self._layers.lora.scale, dtype=torch.float32)
 
     def full_adapter(self) -> Iterator[NamedTensor]:
         """Yield the whole matrices under their names in PEFT's files; all ranks iterate together."""

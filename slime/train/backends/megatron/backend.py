@@ -32,7 +32,6 @@ from slime.train.backend import (
     choose_trainable,
 )
 from slime.train.backends.frozen import FrozenSets, ResidentTensors, ShardedModel
-from slime.train.backends.hf_buckets import HfBucket, PreviousExport
 from slime.train.backends.megatron.config import ddp_config, optimizer_config
 from slime.train.backends.megatron.embedding_and_head import OUTPUT_WEIGHT
 from slime.train.backends.megatron.hf_export import MegatronHfExport
@@ -101,7 +100,7 @@ class MegatronBackend(TrainBackend[StagedModel]):
         )
         super().__init__(config, model.groups.topology, progress, folder.config, policy, frozen)
         self._placement = build_shard_map(model, folder, self._tensors)
-        self._export = MegatronHfExport(self._placement, world, self._tensors)
+        self.export = MegatronHfExport(self._placement, world, self._gathered_tensors)
         self.masters = find_masters(self.optimizer, parameters, world.rank)
         self._has_gradients = False
 
@@ -239,8 +238,8 @@ class MegatronBackend(TrainBackend[StagedModel]):
 
     def full_parameters(self, weights: str = POLICY) -> Iterator[NamedTensor]:
         """Yield whole tensors under the names of the folder, on every rank."""
-        export = MegatronHfExport(self._placement, self.topology.world, self.tensors(weights))
-        for bucket in export.buckets(torch.float32, MAX_GATHERED_BYTES):
+        export = MegatronHfExport(self._placement, self.topology.world, lambda: self.tensors(weights))
+        for bucket in export.buckets(export.plan(torch.float32, MAX_GATHERED_BYTES)):
             yield from bucket.broadcast_tensors(self.topology.world)
 
     def parameter_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -261,19 +260,6 @@ class MegatronBackend(TrainBackend[StagedModel]):
         own = self.tensors() if kind == MODEL else self.frozen.model(kind).saved
         masters = self.masters if kind == MODEL else {}
         read_weights(saved, self._placement, self.progress.over(own.items(), reading), masters)
-
-    # export
-
-    def hf_buckets(
-        self,
-        dtype: torch.dtype,
-        max_bytes: int,
-        *,
-        owners: Sequence[int] | None = None,
-        earlier: PreviousExport | None = None,
-    ) -> Iterator[HfBucket]:
-        self._policy.parts()
-        yield from self._export.buckets(dtype, max_bytes, owners, earlier)
 
 
 def wrap_with_ddp(

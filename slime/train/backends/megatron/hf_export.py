@@ -11,7 +11,8 @@ all numbers: it has the changed numbers with their indices, or all numbers where
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -97,12 +98,13 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 class MegatronHfExport(HfExporter[PartitionedTensor]):
-    """Exporter of one model; `weights` are this rank's parameters by their global names."""
+    """Exporter of one model; `weights` returns this rank's current parameters by their global names."""
 
-    def __init__(self, placement: ShardMap, world: Ranks, weights: Mapping[str, Tensor]) -> None:
+    def __init__(self, placement: ShardMap, world: Ranks, weights: Callable[[], Mapping[str, Tensor]]) -> None:
         self._placement = placement
         self._world = world
-        self._weights = weights
+        self._read = weights
+        self._weights: Mapping[str, Tensor] = {}
 
     def assign(self, dtype: torch.dtype, owners: Sequence[int] | None) -> dict[int, list[PartitionedTensor]]:
         """Choose owners that hold a part of their tensors if possible."""
@@ -127,9 +129,12 @@ class MegatronHfExport(HfExporter[PartitionedTensor]):
     def layout(self, item: PartitionedTensor, dtype: torch.dtype, owner: int) -> tuple[HfTensor, ...]:
         return (HfTensor(item.name, item.shape, dtype, owner),)
 
-    def first_operation(self) -> None:
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        self._weights = self._read()
         if self._world.device.type == "cuda":
             self._world.barrier()
+        yield
 
     def gather(self, bucket: Bucket, earlier: PreviousExport | None) -> dict[str, Tensor] | None:
         if bucket.owner != self._world.rank:
