@@ -15,16 +15,15 @@ from collections.abc import Callable, Sequence
 
 from slime.cluster.ports import free_port, is_loopback, own_address
 from slime.cluster.watchdog import named
-from slime.engine.http.client import EngineClient, EngineFailed
+from slime.engine.http.client import EngineClient, EngineFailed, call_all
 from slime.errors import RunFailed
 from slime.storage.json_types import JsonObject
 from slime.weights.publisher import (
     Buckets,
     EngineKind,
     PublisherSettings,
+    StagedPublisher,
     StagedVersion,
-    WeightPublisher,
-    call_all,
     total_bytes,
 )
 
@@ -46,7 +45,7 @@ def local_store_address(urls: Sequence[str]) -> tuple[str, int]:
     return address, free_port(address)
 
 
-class BroadcastPublisher(WeightPublisher):
+class BroadcastPublisher(StagedPublisher):
     """Broadcasts whole weights, or A and B of an adapter, to all engines with `backend` nccl or gloo.
 
     `processes_per_engine` is the number of ranks of one engine. Without `meet` the trainers' rank 0 is on this machine.

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Literal
 
 from slime.cluster.memory.staging import StagingFolder, remove_stale
-from slime.engine.http.client import EngineClient
+from slime.engine.http.client import EngineClient, call_all
 from slime.models.delta.folder import INDEX_NAME, safetensors_entries
 from slime.storage.files import is_marked, mark_written
-from slime.weights.publisher import PublisherSettings, StagedVersion, Swapped, WeightPublisher, call_all
+from slime.weights.publisher import PublisherSettings, StagedPublisher, StagedVersion, Swapped
 
 ADAPTER_NAME = "slime"
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
@@ -51,7 +51,7 @@ class VersionFolders:
     on_written: Callable[[Path], None] | None = None
 
 
-class FolderPublisher(WeightPublisher):
+class FolderPublisher(StagedPublisher):
     """Writes each version to a folder, and makes the engines load it."""
 
     def __init__(self, settings: PublisherSettings, folders: VersionFolders, contents: Contents = "model") -> None:

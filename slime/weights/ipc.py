@@ -14,20 +14,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from slime.cluster.memory.staging import SHARED_MEMORY, StagingFolder, choose_root
-from slime.engine.http.client import EngineClient, EngineRejected
+from slime.cluster.watchdog import named
+from slime.engine.http.client import EngineClient, EngineRejected, call_all
 from slime.storage.json_types import JsonObject
 from slime.weights.publisher import (
-    Buckets,
     PublisherSettings,
     PublishResult,
-    StagedVersion,
-    Swapped,
     WeightPublisher,
-    call_all,
+    paused,
     require_version,
     total_bytes,
 )
@@ -61,19 +62,75 @@ class SharedMemoryPublisher(WeightPublisher):
         self._ways = list(ways)
         self._files: WeightPublisher | None = None
         self._staging: StagingFolder | None = None
-        self._region: str | None = None
-        self._buckets: Buckets = ()
-        self._first: JsonObject = {}
 
     def publish(self, version: int) -> PublishResult:
+        settings, source = self._settings, self._source
         while self._ways:
+            started, clients, region = time.perf_counter(), list(settings.clients), None
             try:
-                return super().publish(version)
+                if self._ways[0] == HOST:
+                    if self._staging is None:
+                        root, why = choose_root(self._largest_bytes)
+                        if root != SHARED_MEMORY:
+                            raise MemoryNotShared(why)
+                        self._staging = StagingFolder(root, "weights")
+                    region = str(self._staging.path / "region")
+                first = source.call("share_bucket", number=1, version=version, region=region)[0]
+                if "refused" in first:
+                    raise MemoryNotShared(f"the trainer cannot share memory: {first['refused']}")
+                written = time.perf_counter() - started
+                try:
+                    update = self._update(clients, first, version, region)
+                    paused_seconds = settings.run_async(named(update, f"weight update {version}"))
+                finally:
+                    source.call("stop_sharing")
             except MemoryNotShared as reason:
                 way, *self._ways = self._ways
                 instead = self._ways[0] if self._ways else "files in shared memory"
                 logger.warning("weights go through %s instead of %s: %s", instead, way, reason)
+                continue
+            if settings.check is not None:
+                settings.check(version)
+            seconds = time.perf_counter() - started
+            return PublishResult(version, seconds, paused_seconds, total_bytes(first["buckets"]), written)
         return self._by_files().publish(version)
+
+    async def _update(
+        self, clients: Sequence[EngineClient], shared: JsonObject, version: int, region: str | None
+    ) -> float:
+        """Make the engines copy all buckets, and check their version; return the seconds for which they were paused.
+
+        An only bucket is in the memory already, and each engine pauses by itself for its own copy of it.
+        """
+        settings, buckets, began = self._settings, shared["buckets"], time.perf_counter()
+        count = len(buckets)
+        async with AsyncExitStack() as stack:
+            if count > 1:
+                await stack.enter_async_context(paused(clients, settings.pause_mode))
+            for number, tensors in enumerate(buckets, start=1):
+                if number > 1:
+                    sharing = partial(self._source.call, number=number, version=version, region=region)
+                    shared = (await asyncio.to_thread(sharing, "share_bucket"))[0]
+                copy = partial(
+                    EngineClient.update_weights_from_handle,
+                    memory=shared["memory"],
+                    tensors=tensors,
+                    version=version,
+                    bucket=(number, count),
+                    pause_mode=settings.pause_mode if count == 1 else None,
+                    flush_cache=settings.flush_cache and number == count,
+                    timeout_s=settings.timeout_s,
+                )
+                try:
+                    answers = await call_all(clients, copy)
+                except EngineRejected as refused:
+                    if number > 1:
+                        raise
+                    raise MemoryNotShared(str(refused)) from refused
+        require_version(clients, version, [str(answer["weight_version"]) for answer in answers])
+        if count > 1:
+            return time.perf_counter() - began
+        return max((float(answer["seconds"]) for answer in answers), default=0.0)
 
     @property
     def staged_in(self) -> Path | None:
@@ -82,10 +139,6 @@ class SharedMemoryPublisher(WeightPublisher):
     def bring(self, clients: Sequence[EngineClient], version: int, *, base: int | None = None) -> bool:
         """Send the weights through files; offloaded trainers are then loaded only once."""
         return self._by_files().bring(clients, version, base=base)
-
-    def engines_changed(self) -> None:
-        if self._files is not None:
-            self._files.engines_changed()
 
     def close(self) -> None:
         if self._staging is not None:
@@ -97,62 +150,3 @@ class SharedMemoryPublisher(WeightPublisher):
         if self._files is None:
             self._files = self._through_files()
         return self._files
-
-    def _stage(self, version: int, *, whole: bool) -> StagedVersion:
-        self._region = None
-        if self._ways[0] == HOST:
-            if self._staging is None:
-                root, why = choose_root(self._largest_bytes)
-                if root != SHARED_MEMORY:
-                    raise MemoryNotShared(why)
-                self._staging = StagingFolder(root, "weights")
-            self._region = str(self._staging.path / "region")
-        self._first = self._source.call("share_bucket", number=1, version=version, region=self._region)[0]
-        if "refused" in self._first:
-            raise MemoryNotShared(f"the trainer cannot share memory: {self._first['refused']}")
-        self._buckets = self._first["buckets"]
-        return StagedVersion(total_bytes(self._buckets))
-
-    async def _pause_and_load(self, clients: Sequence[EngineClient], staged: StagedVersion, version: int) -> Swapped:
-        if len(self._buckets) > 1:
-            return await super()._pause_and_load(clients, staged, version)
-        answers = await self._send(clients, 1, self._first, version)
-        require_version(clients, version, [str(answer["weight_version"]) for answer in answers])
-        return max((answer["seconds"] for answer in answers), default=0.0), ()
-
-    async def _transfer(
-        self, clients: Sequence[EngineClient], staged: StagedVersion, version: int
-    ) -> Sequence[EngineClient]:
-        await self._send(clients, 1, self._first, version)
-        for number in range(2, len(self._buckets) + 1):
-            shared = await asyncio.to_thread(
-                self._source.call, "share_bucket", number=number, version=version, region=self._region
-            )
-            await self._send(clients, number, shared[0], version)
-        return ()
-
-    async def _send(
-        self, clients: Sequence[EngineClient], number: int, shared: JsonObject, version: int
-    ) -> list[JsonObject]:
-        """Make all engines copy a bucket; if it is the only one, each engine pauses by itself."""
-        count, settings = len(self._buckets), self._settings
-        try:
-            return await call_all(
-                clients,
-                lambda client: client.update_weights_from_handle(
-                    shared["memory"],
-                    self._buckets[number - 1],
-                    version,
-                    bucket=(number, count),
-                    pause_mode=settings.pause_mode if count == 1 else None,
-                    flush_cache=settings.flush_cache and number == count,
-                    timeout_s=settings.timeout_s,
-                ),
-            )
-        except EngineRejected as refused:
-            if number > 1:
-                raise
-            raise MemoryNotShared(str(refused)) from refused
-
-    def _retire(self, staged: StagedVersion, version: int, *, arrived: bool) -> None:
-        self._source.call("stop_sharing")

@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from slime.cluster.watchdog import named
-from slime.engine.http.client import EngineClient, PauseMode
+from slime.engine.http.client import EngineClient, PauseMode, call_all
 from slime.errors import RunFailed
 from slime.storage.json_types import JsonObject
 
@@ -145,15 +146,45 @@ class PublisherSettings:
 
 
 class WeightPublisher(ABC):
-    """Publishes the weights of a source to all engines: stages a version, announces it to each engine, removes it."""
+    """Publishes the weights of a source to all engines."""
 
     def __init__(self, settings: PublisherSettings) -> None:
         self._settings = settings
         self._source = settings.source
+
+    @abstractmethod
+    def publish(self, version: int) -> PublishResult:
+        """Send the trainer's current weights to every engine as version `version`."""
+
+    @abstractmethod
+    def bring(self, clients: Sequence[EngineClient], version: int, *, base: int | None = None) -> bool:
+        """Send the trainer's current weights, version `version`, to these engines only.
+
+        `base` is a version of this run that all of them have, if known. Returns False if the engines have to wait for
+        the next update.
+        """
+
+    @property
+    def staged_in(self) -> Path | None:
+        """Folder in which the weights are staged; None for a transport without files."""
+        return None
+
+    def engines_changed(self) -> None:  # noqa: B027 (most transports keep no state of engines)
+        """Handle engines that joined, left or restarted since the last update."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Remove all data of this publisher; may be called again."""
+
+
+class StagedPublisher(WeightPublisher):
+    """Stages a version, announces it to the paused engines, and removes it."""
+
+    def __init__(self, settings: PublisherSettings) -> None:
+        super().__init__(settings)
         self._clients = list(settings.clients)
 
     def publish(self, version: int) -> PublishResult:
-        """Send the trainer's current weights to every engine as version `version`."""
         started = time.perf_counter()
         present = list(self._settings.clients)
         if present != self._clients:
@@ -164,11 +195,17 @@ class WeightPublisher(ABC):
         arrived, total, fallbacks = False, staged.bytes, staged.full_fallbacks
         try:
             paused_seconds, refused = self._swap(self._clients, staged, version)
-            if refused:
+            if refused:  # they are still paused
                 began = time.perf_counter()
-                total += self._send_whole(refused, version)
+                try:
+                    whole = self._staged(version, whole=True)
+                except BaseException:
+                    ending = named(resume_engines(refused), f"end of weight update {version}")
+                    self._settings.run_async(ending)
+                    raise
+                self._swap(refused, whole, version)
                 paused_seconds += time.perf_counter() - began
-                fallbacks = len(refused)
+                total, fallbacks = total + whole.bytes, len(refused)
             arrived = True
         finally:
             self._retire(staged, version, arrived=arrived)
@@ -177,26 +214,13 @@ class WeightPublisher(ABC):
         seconds = time.perf_counter() - started
         return PublishResult(version, seconds, paused_seconds, total, written, staged.density, fallbacks)
 
-    @property
-    def staged_in(self) -> Path | None:
-        """Folder in which the weights are staged; None for a transport without files."""
-        return None
-
     def bring(self, clients: Sequence[EngineClient], version: int, *, base: int | None = None) -> bool:
-        """Send the trainer's current weights, version `version`, to these engines only.
-
-        `base` is a version of this run that all of them have, if known. Returns False if the engines have to wait for
-        the next update.
-        """
         staged = self._staged(version)
         try:
             self._swap(clients, staged, version)
         finally:
             self._retire(staged, version, arrived=False)
         return True
-
-    def engines_changed(self) -> None:  # noqa: B027 (most transports keep no state of engines)
-        """Handle engines that joined, left or restarted since the last update."""
 
     @abstractmethod
     def _stage(self, version: int, *, whole: bool) -> StagedVersion:
@@ -215,10 +239,6 @@ class WeightPublisher(ABC):
     def _retire(self, staged: StagedVersion, version: int, *, arrived: bool) -> None:
         """Remove data that is not needed after the update has `arrived` everywhere, or failed."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Remove all data of this publisher; may be called again."""
-
     def _staged(self, version: int, *, whole: bool = False) -> StagedVersion:
         """Stage a version; an error while writing files is raised as `WeightsNotWritten`."""
         try:
@@ -227,16 +247,6 @@ class WeightPublisher(ABC):
             raise WeightsNotWritten(
                 f"cannot write version {version} of the weights: {cause}; the engines keep the version they have"
             ) from cause
-
-    def _send_whole(self, refused: Sequence[EngineClient], version: int) -> int:
-        """Send the whole weights to engines that rejected an update and are still paused; return the bytes."""
-        try:
-            staged = self._staged(version, whole=True)
-        except BaseException:
-            self._settings.run_async(named(self._resume_engines(refused), f"end of weight update {version}"))
-            raise
-        self._swap(refused, staged, version)
-        return staged.bytes
 
     def _swap(self, clients: Sequence[EngineClient], staged: StagedVersion, version: int) -> Swapped:
         """Update the engines; the loop that owns their clients does it."""
@@ -248,22 +258,32 @@ class WeightPublisher(ABC):
     async def _pause_and_load(self, clients: Sequence[EngineClient], staged: StagedVersion, version: int) -> Swapped:
         """Pause the engines, make them load and continue, and check the version of those that were updated."""
         started = time.perf_counter()
-        try:
-            await call_all(clients, lambda client: client.pause(self._settings.pause_mode))
-            refused = await self._transfer(clients, staged, version)
-        except BaseException:
-            await self._resume_engines(clients)
-            raise
-        updated = [client for client in clients if client not in refused]
-        await call_all(updated, lambda client: client.continue_())
+        async with paused(clients, self._settings.pause_mode) as refused:
+            refused += await self._transfer(clients, staged, version)
         paused_seconds = time.perf_counter() - started
+        updated = [client for client in clients if client not in refused]
         found = await call_all(updated, lambda client: client.get_weight_version())
         require_version(updated, version, found)
         return paused_seconds, refused
 
-    async def _resume_engines(self, clients: Sequence[EngineClient]) -> None:
-        limit_s = min(_CONTINUE_S, *(client.control_timeout_s for client in clients)) if clients else _CONTINUE_S
-        await asyncio.gather(*(client.continue_(timeout_s=limit_s) for client in clients), return_exceptions=True)
+
+@asynccontextmanager
+async def paused(clients: Sequence[EngineClient], mode: PauseMode) -> AsyncIterator[list[EngineClient]]:
+    """Pause the engines while the body runs; those that it adds to the list stay paused, unless it fails."""
+    refused: list[EngineClient] = []
+    try:
+        await call_all(clients, lambda client: client.pause(mode))
+        yield refused
+    except BaseException:
+        await resume_engines(clients)
+        raise
+    await call_all([client for client in clients if client not in refused], lambda client: client.continue_())
+
+
+async def resume_engines(clients: Sequence[EngineClient]) -> None:
+    """Let the reachable engines continue after a failed update."""
+    limit_s = min(_CONTINUE_S, *(client.control_timeout_s for client in clients)) if clients else _CONTINUE_S
+    await asyncio.gather(*(client.continue_(timeout_s=limit_s) for client in clients), return_exceptions=True)
 
 
 def total_bytes(buckets: Buckets) -> int:
@@ -276,17 +296,6 @@ def require_version(clients: Sequence[EngineClient], version: int, found: Sequen
     for client, engine_version in zip(clients, found, strict=True):
         if engine_version != str(version):
             raise WeightVersionMismatch(client.base_url, version, engine_version)
-
-
-async def call_all(clients: Sequence[EngineClient], call: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
-    """Call all engines concurrently; the first error is raised after every call has ended."""
-    results = await asyncio.gather(*(call(client) for client in clients), return_exceptions=True)
-    values: list[T] = []
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
-        values.append(result)
-    return values
 
 
 EngineKind = Literal["embedded", "sglang"]

@@ -20,7 +20,7 @@ from slime.cluster.watchdog import Limit, named
 from slime.config import Config
 from slime.config.plugins import load_function
 from slime.config.plugins.view import plugin_args
-from slime.engine.http.client import EngineClient, EngineRejected, PauseMode
+from slime.engine.http.client import EngineClient, EngineRejected, PauseMode, call_all
 from slime.errors import RunFailed, UserError
 from slime.models.delta.folder import delta_checksum, safetensors_entries
 from slime.storage.json_types import JsonObject
@@ -35,7 +35,6 @@ from slime.weights.publisher import (
     RunOnClientLoop,
     WeightPublisher,
     WeightSource,
-    call_all,
 )
 
 _NAMED = 3

@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from http import HTTPStatus
 from pathlib import Path
+from typing import TypeVar
 
 import aiohttp
 
@@ -25,6 +27,8 @@ from slime.engine.http.errors import (
 from slime.engine.http.protocol import GenerateResult, PauseMode, quote
 from slime.engine.http.transport import LONG_RESPONSE_BYTES, EngineTransport
 from slime.storage.json_types import JsonObject
+
+T = TypeVar("T")
 
 _PER_TOKEN_FIELDS = ("output_token_logprobs", "output_top_logprobs", "output_token_ids_logprobs",
                      "output_token_sampling_mask",
@@ -402,6 +406,17 @@ class EngineClient(EngineTransport):
     async def resume_memory(self, tags: Sequence[str] | None = None, *, timeout_s: float | None = None) -> None:
         """Undo `release_memory`."""
         await self._control("POST", "/resume_memory_occupation", _tags(tags), timeout_s)
+
+
+async def call_all(clients: Sequence[EngineClient], call: Callable[[EngineClient], Awaitable[T]]) -> list[T]:
+    """Call all engines concurrently; the first error is raised after every call has ended."""
+    results = await asyncio.gather(*(call(client) for client in clients), return_exceptions=True)
+    values: list[T] = []
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+        values.append(result)
+    return values
 
 
 def _update(

@@ -17,7 +17,7 @@ from typing import TypeVar, overload
 import aiohttp
 
 from slime.cluster.watchdog import Limit, waiting
-from slime.engine.http.client import REQUEST_FLAG, EngineClient, Growing
+from slime.engine.http.client import REQUEST_FLAG, EngineClient, Growing, call_all
 from slime.engine.http.errors import EngineError, EngineProtocolError, EngineUnreachable
 from slime.engine.http.protocol import GenerateResult
 from slime.storage.json_types import JsonMapping, JsonObject
@@ -330,12 +330,7 @@ class EnginePool:
     async def broadcast(self, method: str, *args: object, **kwargs: object) -> Sequence[object]:
         """Call an `EngineClient` method on every engine that is up; returns the results in order. The first error is
         raised after all calls have ended."""
-        calls = [getattr(client, method)(*args, **kwargs) for client in self.up]
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-        return results
+        return await call_all(self.up, lambda client: getattr(client, method)(*args, **kwargs))
 
     @contextlib.asynccontextmanager
     async def open(
