@@ -317,12 +317,16 @@ class RunComponents:
             try:
                 yield
             except RunFailed:
-                for supervisor in self.supervisors:
-                    supervisor.check()
-                for fleet in (self.engines, self.teacher_engine):
-                    if fleet is not None:
-                        fleet.check()
+                self._check_engines()
                 raise
+
+    def _check_engines(self) -> None:
+        """Raise if an engine is dead or was given up, which explains why a call failed."""
+        for supervisor in self.supervisors:
+            supervisor.check()
+        for fleet in (self.engines, self.teacher_engine):
+            if fleet is not None:
+                fleet.check()
 
     @contextmanager
     def trainers_at_work(self) -> Iterator[None]:
@@ -335,41 +339,43 @@ class RunComponents:
         self._version = version
 
     def publish(self, version: int) -> PublishResult:
-        """Send the trainers' weights to every engine; engines that fail during it are restarted and updated too."""
-        assert self.publisher is not None
-        with ExitStack() as stack:
-            for supervisor in self.supervisors:
-                stack.enter_context(supervisor.undisturbed())
-            stack.enter_context(self.trainers_at_work())
-            self._heal()
-            while True:
-                try:
-                    published = self.publisher.publish(version)
-                    break
-                except (EngineError, WeightVersionMismatch) as error:
-                    if self.joined is not None:
-                        self.joined.report_failure(
-                            error.url, str(error)
-                        )  # only the joined engine that fails is dropped
-                    elif not self.supervisors or isinstance(error, WeightVersionMismatch):
-                        raise
-                    logger.warning("publishing version %d again: %s", version, error)
-                    if not self._heal():
-                        raise  # all engines are well, so a retry would fail again
-            self._version = version
-            self.runtime.state.weights_arrived(str(version))
-            for supervisor in self.supervisors:
-                supervisor.weights_arrived()
-        return published
+        """Send the trainers' weights to every engine; engines that fail during it are restarted and updated too.
 
-    def _heal(self) -> bool:
-        """Restart or drop engines that are not well; return whether there were any."""
-        before = sum(supervisor.changes for supervisor in self.supervisors)
-        for supervisor in self.supervisors:
-            supervisor.heal()
-        if any(supervisor.waiting for supervisor in self.supervisors) and self.publisher is not None:
-            self.publisher.engines_changed()
-        return sum(supervisor.changes for supervisor in self.supervisors) > before
+        A dead engine is reported instead of the call that failed.
+        """
+        assert self.publisher is not None
+        failure: EngineError | WeightVersionMismatch | None = None
+        try:
+            with ExitStack() as stack:
+                for supervisor in self.supervisors:
+                    stack.enter_context(supervisor.undisturbed())
+                stack.enter_context(self.trainers_at_work())
+                while True:
+                    before = sum(supervisor.changes for supervisor in self.supervisors)
+                    for supervisor in self.supervisors:  # restart or drop engines that are not well
+                        supervisor.heal()
+                    if any(supervisor.waiting for supervisor in self.supervisors):
+                        self.publisher.engines_changed()
+                    if failure is not None and sum(supervisor.changes for supervisor in self.supervisors) == before:
+                        raise failure  # all engines are well, so a retry would fail again
+                    try:
+                        published = self.publisher.publish(version)
+                        break
+                    except (EngineError, WeightVersionMismatch) as error:
+                        if self.joined is not None:  # only the joined engine that fails is dropped
+                            self.joined.report_failure(error.url, str(error))
+                        elif not self.supervisors or isinstance(error, WeightVersionMismatch):
+                            raise
+                        logger.warning("publishing version %d again: %s", version, error)
+                        failure = error
+                self._version = version
+                self.runtime.state.weights_arrived(str(version))
+                for supervisor in self.supervisors:
+                    supervisor.weights_arrived()
+        except RunFailed:
+            self._check_engines()
+            raise
+        return published
 
     def _refresh(self, url: str) -> bool:
         """Send the current weights to one engine, if the trainers still hold them and are free."""
