@@ -196,21 +196,19 @@ def test_rejects_a_checksum_of_released_weights(qwen3_folder: Path) -> None:
 @pytest.mark.parametrize("mode", PAUSE_MODES)
 @pytest.mark.parametrize("fails", [False, True])
 def test_self_pausing_update_keeps_the_previous_pause_state(qwen3_folder: Path, mode: str, fails: bool) -> None:
-    class Bucket:
-        bucket = AnnouncedBucket("g", [], [], [], 1, 1, None)
+    def load() -> int:
+        assert core.paused
+        if fails:
+            raise BadRequest("broken on purpose")
+        return 0
 
-        def load(self) -> int:
-            assert core.paused
-            if fails:
-                raise BadRequest("broken on purpose")
-            return 0
-
+    bucket = AnnouncedBucket("g", [], [], [], 1, 1, None)
     core = load_core(qwen3_folder)
     for is_paused in (True, False):
         if is_paused:
             core.pause("in_place")
         with pytest.raises(BadRequest) if fails else nullcontext():
-            core.update_from_shared(Bucket(), "7", flush=False, pause_mode=mode)  # type: ignore[arg-type]
+            core.update(lambda: core.weights.apply(load, "7", flush=False, names=[], bucket=bucket), mode)
         assert core.paused == is_paused
         assert core.weight_version == ("default" if fails else "7")
         core.resume()

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -26,7 +27,6 @@ from slime.engine.embedded.model.runner import ModelRunner
 from slime.engine.embedded.options import EngineOptions
 from slime.engine.embedded.scheduler import Scheduler, Sequence
 from slime.engine.embedded.weight_updates import WeightUpdates
-from slime.engine.embedded.weights.ipc import OpenBucket
 from slime.engine.embedded.weights.process_groups import WeightGroups
 from slime.storage.json_types import JsonObject
 
@@ -139,7 +139,18 @@ class EngineCore:
 
         With stale weights every request ends instead: with its tokens, or with status 503 if it has none.
         """
-        task = self._awaited() if self.halted or self.scheduler.idle else None
+        task = None
+        if self.halted or self.scheduler.idle:
+            self.steps.land()
+            if self.steps.chores:  # settled later: it takes the interpreter from the threads that write the answers
+                with suppress(queue.Empty):
+                    task = self._inbox.get(timeout=_ANSWERS_FIRST_S)
+                if task is None:
+                    self.steps.settle()
+            if task is None:  # capture graphs until a task arrives
+                while not self.halted and self._inbox.empty() and self.steps.decoder.capture_next():
+                    pass
+                task = self._inbox.get()
         while task is not None or not self._inbox.empty():
             task = task or self._inbox.get()
             if not task.meets_steps:  # the steps in flight come first, unless it may meet them
@@ -158,22 +169,6 @@ class EngineCore:
         started = time.perf_counter()
         self.steps.step()
         self.steps.counters.busy_seconds += time.perf_counter() - started
-
-    def _awaited(self) -> EngineTask:
-        """Wait for the next task; settle deferred work and capture graphs only when none arrives soon.
-
-        Settling is delayed because it takes the interpreter from the threads that write the answers of sequences that
-        just finished.
-        """
-        self.steps.land()
-        if self.steps.chores:
-            try:
-                return self._inbox.get(timeout=_ANSWERS_FIRST_S)
-            except queue.Empty:
-                self.steps.settle()
-        while not self.halted and self._inbox.empty() and self.steps.decoder.capture_next():
-            pass
-        return self._inbox.get()
 
     # commands, run through `call`
 
@@ -214,22 +209,20 @@ class EngineCore:
     def flush_cache(self) -> None:
         self.scheduler.cache.tree.clear()
 
-    def update_from_shared(
-        self, opened: OpenBucket, version: str | None, *, flush: bool, pause_mode: str | None
-    ) -> int:
-        """Copy a bucket of a trainer's memory; with a pause mode, between `pause` and `resume`.
+    def update(self, load: Callable[[], int], pause_mode: str | None = None) -> tuple[int, float]:
+        """Run an update of the weights; with a pause mode, between `pause` and `resume`. Returns bytes and seconds.
 
         An engine that was paused before stays so.
         """
-        was_paused = self.paused
+        began, was_paused = time.perf_counter(), self.paused
         if pause_mode is not None:
             self.pause(pause_mode)
         try:
-            bucket = opened.bucket
-            return self.weights.apply(opened.load, version, flush=flush, names=bucket.names, bucket=bucket)
+            copied = load()
         finally:
             if pause_mode is not None and not was_paused:
                 self.resume()
+        return copied, time.perf_counter() - began
 
     def release_memory(self, tags: list[str], *, discard_weights: bool = False) -> None:
         """Release device memory: the KV cache is dropped, weights are kept on the host or (`discard_weights`) dropped.

@@ -104,29 +104,23 @@ class AnswerWriter:
                     self._news.wait(pause if self._watched else None)
                 jobs = [self._jobs.popleft() for _ in range(min(_TOGETHER, len(self._jobs)))]
                 watched = [] if jobs else list(self._watched.items())
-            if jobs:
-                for job, texts in zip(jobs, self._texts(jobs), strict=True):
-                    job.run(texts, self._tokenizer())
-            else:
+            if not jobs:
                 began = time.perf_counter()
-                self._write(watched)
+                for seq, written in watched:  # write their new tokens until an answer is due
+                    if len(seq.logprobs) - written.count >= _PIECE:
+                        written.catch_up(seq)
+                        time.sleep(0)  # let the engine's thread run
+                    if self._jobs:
+                        break
                 pause = max(_LOOK_SECONDS, _MOST_OF_TIME * (time.perf_counter() - began))
-
-    def _write(self, watched: list[tuple[TokenSequence, TokenJson]]) -> None:
-        """Write new tokens of the running sequences until an answer is due."""
-        for seq, written in watched:
-            if len(seq.logprobs) - written.count >= _PIECE:
-                written.catch_up(seq)
-                time.sleep(0)  # let the engine's thread run
-            if self._jobs:
-                return
-
-    def _texts(self, jobs: list[_AnyJob]) -> list[list[str] | None]:
-        """Decode the texts of each job; None if that failed: each job then decodes its own, so only a bad one fails."""
-        try:
-            every = [wanted for job in jobs for wanted in job.wanted]
-            made = iter(FinalText.together(self._tokenizer(), every))
-            return [[next(made) for _ in job.wanted] for job in jobs]
-        except Exception as error:  # raised again by the job that it belongs to
-            log.debug("texts could not be decoded together", exc_info=error)
-            return [None] * len(jobs)
+                continue
+            tokenizer = self._tokenizer()
+            texts: list[list[str] | None]
+            try:
+                made = iter(FinalText.together(tokenizer, [wanted for job in jobs for wanted in job.wanted]))
+                texts = [[next(made) for _ in job.wanted] for job in jobs]
+            except Exception as error:  # each job decodes its own texts, so that only a bad one fails
+                log.debug("texts could not be decoded together", exc_info=error)
+                texts = [None] * len(jobs)
+            for job, own in zip(jobs, texts, strict=True):
+                job.run(own, tokenizer)

@@ -27,7 +27,6 @@ from slime.engine.embedded.tokenizer import EngineTokenizer, NoTokenizer, TextSt
 from slime.engine.embedded.weights.ipc import DeviceMemory, HostMemory
 from slime.engine.embedded.weights.process_groups import DTYPES, AnnouncedBucket, Rendezvous
 from slime.models.peft_adapter import AdapterConfig, BadAdapter
-from slime.storage.json_types import JsonMapping
 
 if TYPE_CHECKING:  # importing transformers takes longer than a start without it
     from transformers import PreTrainedTokenizerBase
@@ -132,43 +131,36 @@ def parse_generate(body: object, facts: ModelFacts) -> tuple[list[GenerateReques
         facts.left_out.note(name)
     if (body.get("text") is None) == (body.get("input_ids") is None):
         raise BadRequest("give exactly one of text and input_ids")
-    prompts, batched = _prompts(body, facts)
-    each = [
-        {k: _value_for_prompt(body.get(k), i, len(prompts), batched, k) for k in _KNOWN - {"text", "input_ids"}}
-        for i in range(len(prompts))
-    ]
-    return [
-        _parse_request(ids, RequestField(fields), facts) for ids, fields in zip(prompts, each, strict=True)
-    ], batched
-
-
-def _prompts(body: JsonMapping, facts: ModelFacts) -> tuple[list[list[int]], bool]:
-    """Return the token ids of the prompts in a body, and whether it is a batch."""
-    text, ids = body.get("text"), body.get("input_ids")
+    text, prompts = body.get("text"), body.get("input_ids")
     if text is not None:
         batched = isinstance(text, list)
         texts = text if batched else [text]
         if not texts or not all(isinstance(t, str) for t in texts):
             raise BadRequest("text must be a string or a non-empty list of strings")
-        return [facts.encode(t) for t in texts], batched
-    if not isinstance(ids, list):
+        prompts = [facts.encode(t) for t in texts]
+    elif not isinstance(prompts, list):
         raise BadRequest("input_ids must be a list of token ids, or a list of such lists")
-    batched = bool(ids) and isinstance(ids[0], list)
-    return (ids if batched else [ids]), batched
-
-
-def _value_for_prompt(value: object, i: int, count: int, batched: bool, name: str) -> object:
-    """Return a field's value for prompt `i`: batch requests may give a field once, or once for each prompt."""
-    if not batched or not isinstance(value, list):
-        if batched and name == "rid" and value is not None and count > 1:
-            raise BadRequest("a batch needs a list of rids, one per prompt")
-        return value
-    if len(value) != count:
-        raise BadRequest(f"{name} has {len(value)} entries for {count} prompts")
-    return value[i]
+    else:
+        batched = bool(prompts) and isinstance(prompts[0], list)
+        prompts = prompts if batched else [prompts]
+    per_prompt: dict[str, list[object]] = {}
+    for name in _KNOWN - {"text", "input_ids"}:  # a batch may give a field once, or once for each prompt
+        value = body.get(name)
+        if not batched or not isinstance(value, list):
+            if batched and name == "rid" and value is not None and len(prompts) > 1:
+                raise BadRequest("a batch needs a list of rids, one per prompt")
+            value = [value] * len(prompts)
+        elif len(value) != len(prompts):
+            raise BadRequest(f"{name} has {len(value)} entries for {len(prompts)} prompts")
+        per_prompt[name] = value
+    return [
+        _parse_request(ids, RequestField({name: values[at] for name, values in per_prompt.items()}), facts)
+        for at, ids in enumerate(prompts)
+    ], batched
 
 
 def _parse_request(ids: object, fields: RequestField, facts: ModelFacts) -> GenerateRequest:
+    """Check the fields of one prompt."""
     if not isinstance(ids, list) or not ids:
         raise BadRequest("the prompt has no tokens", "input_ids")
     if not all(isinstance(t, int) and not isinstance(t, bool) for t in ids):
@@ -189,6 +181,16 @@ def _parse_request(ids: object, fields: RequestField, facts: ModelFacts) -> Gene
     if start >= len(ids):
         raise BadRequest(f"logprob_start_len {start} is after the prompt of {len(ids)} tokens", "logprob_start_len")
     top = fields["top_logprobs_num"].integer(0, low=0, high=min(_MOST_TOP, facts.vocab_size))
+    routed_from: int | None = fields["routed_experts_start_len"].integer(0, low=0, high=1 << 31)
+    if not fields["return_routed_experts"].flag():
+        routed_from = None
+    elif not facts.has_experts:
+        raise BadRequest("return_routed_experts: this model has no routed experts", "return_routed_experts")
+    elif routed_from is not None and routed_from >= len(ids):
+        raise BadRequest(
+            f"routed_experts_start_len {routed_from} is after the prompt of {len(ids)} tokens",
+            "routed_experts_start_len",
+        )
     return GenerateRequest(
         rid=fields["rid"].optional_text() or uuid.uuid4().hex,
         input_ids=ids,
@@ -197,22 +199,8 @@ def _parse_request(ids: object, fields: RequestField, facts: ModelFacts) -> Gene
         logprob_start=start if return_logprob and start >= 0 else None,
         top_logprobs=top if return_logprob else 0,
         stream=fields["stream"].flag(),
-        routed_from=_routed_from(fields, len(ids), facts),
+        routed_from=routed_from,
     )
-
-
-def _routed_from(fields: RequestField, length: int, facts: ModelFacts) -> int | None:
-    """Return the first position whose experts are requested; None: experts are not requested."""
-    start = fields["routed_experts_start_len"].integer(0, low=0, high=1 << 31)
-    if not fields["return_routed_experts"].flag():
-        return None
-    if not facts.has_experts:
-        raise BadRequest("return_routed_experts: this model has no routed experts", "return_routed_experts")
-    if start >= length:
-        raise BadRequest(
-            f"routed_experts_start_len {start} is after the prompt of {length} tokens", "routed_experts_start_len"
-        )
-    return start
 
 
 def group_name(fields: RequestField) -> str:

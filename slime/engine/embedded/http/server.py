@@ -336,10 +336,13 @@ class EngineServer:
         memory, bucket = shared_memory(body), parse_bucket(body)
         version, flush = _version_and_flush(body)
         mode = body["pause_mode"].one_of(PAUSE_MODES, "abort") if "pause_mode" in body else None
-        opened = await asyncio.to_thread(self.core.weights.shared.open, memory, bucket)
+        weights = self.core.weights
+        opened = await asyncio.to_thread(weights.shared.open, memory, bucket)
         try:
             return await self._run_update(
-                lambda: self.core.update_from_shared(opened, version, flush=flush, pause_mode=mode), opened.seconds
+                lambda: weights.apply(opened.load, version, flush=flush, names=bucket.names, bucket=bucket),
+                opened.seconds,
+                pause_mode=mode,
             )
         finally:
             await asyncio.to_thread(opened.close)
@@ -373,14 +376,12 @@ class EngineServer:
         found = await self._call(lambda: self.core.weights.check(action))
         return json_answer({"success": True, "message": "", **found})
 
-    async def _run_update(self, update: Callable[[], int], more: JsonMapping | None = None) -> web.Response:
+    async def _run_update(
+        self, load: Callable[[], int], more: JsonMapping | None = None, *, pause_mode: str | None = None
+    ) -> web.Response:
         """Update the weights in the engine's thread; `more` has additional fields of the answer."""
-
-        def timed() -> tuple[int, float]:
-            started = time.perf_counter()
-            return update(), time.perf_counter() - started
-
-        copied, seconds = await asyncio.wrap_future(self.core.call(timed))
+        core = self.core
+        copied, seconds = await asyncio.wrap_future(core.call(lambda: core.update(load, pause_mode)))
         answer = {"success": True, "message": f"{copied} bytes", "weight_version": self.core.weight_version}
         return json_answer({**answer, "seconds": seconds, **(more or {})})
 
