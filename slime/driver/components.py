@@ -210,7 +210,7 @@ class RunComponents:
             self.config,
             device=self._device,
             run_dir=self._run_dir.path,
-            source=self.trainers,
+            source=self.trainers.processes,
             clients=self.runtime.pool.roster,
             run_async=self.runtime.run,
             engine_kind=self.engines.kind,

@@ -179,8 +179,8 @@ class RankProcesses:
             "LOCAL_WORLD_SIZE": str(len(peers)),
         }
 
-    def call(self, method: str, params: Sequence[JsonObject]) -> list[Any]:
-        """Send one request to every rank and return the answers in rank order."""
+    def call(self, method: str, each: Sequence[JsonObject] | None = None, /, **params: object) -> list[Any]:
+        """Call a method of every rank, with its own parameters or the same ones; return the answers in rank order."""
         if not self.ranks:
             raise RuntimeError(f"{method} was called on a trainer group that is not running")
         self._next_id += 1
@@ -189,7 +189,7 @@ class RankProcesses:
             rank.process.said(None)
         try:
             with waiting(self.names, f"to finish {method}", timeout_s=self.deadline_s, flag=DEADLINE_FLAG) as wait:
-                for index, (rank, own) in enumerate(zip(self.ranks, params, strict=True)):
+                for index, (rank, own) in enumerate(zip(self.ranks, each or [params] * len(self.ranks), strict=True)):
                     request = {"id": self._next_id, "method": method, "params": own}
                     try:
                         rank.channel.send(request, timeout_s=wait.remaining() or 0.0)

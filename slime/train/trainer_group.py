@@ -215,7 +215,7 @@ class TrainerGroup:
 
     def call(self, verb: str, **params: object) -> list[Any]:
         """Call a verb of every rank with the same parameters; return the answers in rank order."""
-        return self.processes.call(verb, [params] * self.world_size)
+        return self.processes.call(verb, **params)
 
     def save(self, rollout_id: int, folder: str | None = None) -> Path:
         """Write carried rollouts, then a checkpoint, under `folder` or `--save`; return the checkpoint's path.

@@ -36,7 +36,7 @@ Buckets = Sequence[Sequence[JsonObject]]
 class WeightSource(Protocol):
     """The trainers, whose verbs (`slime.train.weight_export.sender`) write and send weights."""
 
-    def call(self, verb: str, **params: object) -> list[Any]:
+    def call(self, verb: str, /, **params: object) -> list[Any]:
         """Call a verb of every rank; return the answers in rank order."""
 
 

@@ -59,15 +59,16 @@ class NoProcesses(RankProcesses):
     def launch(self) -> list[TrainerRendezvous]:
         return [TrainerRendezvous()] * self.world_size
 
-    def call(self, method: str, params: Sequence[dict[str, Any]]) -> list[Any]:
+    def call(self, method: str, each: Sequence[dict[str, Any]] | None = None, /, **params: Any) -> list[Any]:
         if method == "init":
             return [{"begin": self.begin, "data_rank": 0, "data_size": 1}]
         if method == "save":
             assert self.save is not None
-            folder = Path(self.save) / f"iter_{params[0]['rollout_id']:07d}"
+            folder = Path(self.save) / f"iter_{params['rollout_id']:07d}"
             folder.mkdir(parents=True)
             return [str(folder)]
-        data = dict(params[0]["data"], batch=open_share(params[0]["data"]).to_dict())
+        assert each is not None
+        data = dict(each[0]["data"], batch=open_share(each[0]["data"]).to_dict())
         data.pop("places", None)
         self.sent.append(data)
         perf = {"perf/data_preprocess_time": 0.0, "perf/train_time": 0.0}
