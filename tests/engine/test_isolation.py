@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import resource
 import socket
@@ -20,6 +21,8 @@ from torch.distributed import ProcessGroupGloo
 from slime.cluster.memory.regions import HostRegion, align_up
 from slime.cluster.ports import free_port
 from slime.engine.embedded.engine import EngineCore
+from slime.engine.embedded.errors import RequestFailed
+from slime.engine.embedded.http.async_engine import EngineBridge
 from slime.engine.embedded.http.requests import ModelFacts, parse_generate
 from slime.engine.embedded.scheduler import Sequence
 from tests.engine.conftest import EngineProcess, Waiter
@@ -153,6 +156,34 @@ def test_sequence_with_nan_logits_fails_alone(
         assert failed.finish["status_code"] == 500
         assert "its logits are not numbers" in failed.finish["message"]
         assert len(failed.output_ids) == len(failed.logprobs) == 2
+
+
+def test_failed_sample_aborts_the_others_of_its_batch(qwen3_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have left the engine when the caller gets the error."""
+    bad = prompt(9, 14)
+    params = {**GREEDY, "max_new_tokens": 200, "n": 2}
+    batch = {"input_ids": [prompt(1, 6), bad, prompt(2, 7)], "sampling_params": params}
+
+    async def ask(core: EngineCore) -> None:
+        bridge = EngineBridge(core)
+        bridge.facts = ModelFacts(make_tokenizer(), core.loaded.vocab_size, core.loaded.context_len, frozenset())
+        requests, _ = parse_generate(batch, bridge.loaded)
+        with pytest.raises(RequestFailed, match="its logits are not numbers"):
+            await bridge.run(requests)
+        assert core.scheduler.idle
+        assert core.steps.counters.generated_tokens < 4 * 200
+
+    with running_core(qwen3_folder) as core:
+        real = core.runner._draw
+
+        def spoiled(logits: Any, sequences: list[Sequence], ahead: Any) -> Any:
+            for row, seq in zip(logits, sequences, strict=True):
+                if seq.prompt_ids == bad and len(seq.output_ids) == 2:
+                    row[7] = float("nan")
+            return real(logits, sequences, ahead)
+
+        monkeypatch.setattr(core.runner, "_draw", spoiled)
+        asyncio.run(ask(core))
 
 
 def test_prompt_scores_are_not_duplicated_when_a_step_is_retried(
