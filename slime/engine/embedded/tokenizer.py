@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 
 from slime.data.chat_template import load_tokenizer
 from slime.engine.embedded.errors import BadRequest
-from slime.storage.json_types import JsonMapping, JsonObject
+from slime.storage.json_types import JsonObject
 
 if TYPE_CHECKING:  # importing transformers takes longer than a start without it
     from transformers import PreTrainedTokenizerBase
@@ -147,27 +147,22 @@ class ChatTokenizer:
 
 
 def plain_tokenizer(folder: str | Path) -> PlainTokenizer | None:
-    """Load the tokenizer of a folder; None if transformers has to load it."""
+    """Load the tokenizer of a folder; None if transformers has to, as it does not use tokenizer.json unchanged."""
     file, config = Path(folder) / "tokenizer.json", _read_json_object(Path(folder) / "tokenizer_config.json")
     facts = _read_json_object(file)
-    if facts is None or config is None or not _is_plain(facts, config):
+    if facts is None or config is None:
         return None
-    return PlainTokenizer(file, _token_text(config.get("eos_token")))
-
-
-def _is_plain(facts: JsonMapping, config: JsonMapping) -> bool:
-    """True if transformers uses the folder's tokenizer.json (`facts`) unchanged with this tokenizer_config.json."""
     kind = config.get("tokenizer_class")
     if kind not in _UNCHANGED_CLASSES | _QWEN or any(config.get(name) for name in _UNSUPPORTED_SETTINGS):
-        return False
+        return None
     if facts.get("model", {}).get("type") != "BPE" and config.get("clean_up_tokenization_spaces"):
-        return False  # transformers never cleans up the text of BPE tokens
+        return None  # transformers never cleans up the text of BPE tokens
     behind = facts.get("post_processor")
     adds_nothing = behind is None or behind.get("type") == "ByteLevel" or not behind.get("special_tokens", True)
     if not adds_nothing and (kind in _QWEN or "add_bos_token" in config or "add_eos_token" in config):
-        return False
+        return None
     if adds_nothing and (config.get("add_bos_token") or config.get("add_eos_token")):
-        return False
+        return None
     if kind in _QWEN:
         match facts.get("pre_tokenizer"):
             case {
@@ -179,9 +174,9 @@ def _is_plain(facts: JsonMapping, config: JsonMapping) -> bool:
             } if pattern == _QWEN_SPLITS:
                 pass
             case _:
-                return False
+                return None
         if [(facts.get(part) or {}).get("type") for part in ("normalizer", "decoder")] != ["NFC", "ByteLevel"]:
-            return False
+            return None
     # tokenizer.json must have the special tokens of tokenizer_config.json: transformers would add missing ones
     added = {token["content"]: token for token in facts.get("added_tokens") or ()}
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
@@ -193,13 +188,13 @@ def _is_plain(facts: JsonMapping, config: JsonMapping) -> bool:
     if kind in _QWEN:
         wanted.append("<|endoftext|>")  # the default of tokens that are not named
     if not all(text in added and added[text].get("special") for text in wanted):
-        return False
+        return None
     listed = config.get("added_tokens_decoder") or {}
-    return all(
-        added.get(_token_text(token) or "", {}).get("id") == int(number)
-        and bool(added[_token_text(token) or ""].get("special")) == bool(token.get("special"))
-        for number, token in listed.items()
-    )
+    for number, token in listed.items():
+        same = added.get(_token_text(token) or "", {})
+        if same.get("id") != int(number) or bool(same.get("special")) != bool(token.get("special")):
+            return None
+    return PlainTokenizer(file, _token_text(config.get("eos_token")))
 
 
 def _token_text(token: object) -> str | None:
@@ -297,30 +292,23 @@ class TextStream:
         return None
 
     def take(self) -> str:
-        """Return the final text that was not taken yet."""
-        if self._stops:
-            length, _ = self._marks[-1]
-            certain = self._shown_place(length - self._held()) - self._taken
-        else:
-            certain = len(self._untaken)
-        piece, self._untaken = self._untaken[: max(0, certain)], self._untaken[max(0, certain) :]
-        self._taken += len(piece)
-        return piece
-
-    def _held(self) -> int:
-        """Return the number of characters at the end that may be the beginning of a stop string.
+        """Return the final text that was not taken yet: without an end that may begin a stop string.
 
         Each string is compared once for every new character and once for every character that is dropped from a
         partial match, so the whole text takes time linear in its length.
         """
-        tail = self._tail
-        for place, stop in enumerate(self._stops):
-            count = min(self._begun[place] + self._unseen, len(stop) - 1, len(tail))
-            while count and not tail.endswith(stop[:count]):
-                count -= 1
-            self._begun[place] = count
-        self._unseen = 0
-        return max(self._begun)
+        certain = len(self._untaken)
+        if self._stops:
+            for place, stop in enumerate(self._stops):
+                count = min(self._begun[place] + self._unseen, len(stop) - 1, len(self._tail))
+                while count and not self._tail.endswith(stop[:count]):
+                    count -= 1
+                self._begun[place] = count
+            self._unseen = 0
+            certain = self._shown_place(self._marks[-1][0] - max(self._begun)) - self._taken
+        piece, self._untaken = self._untaken[: max(0, certain)], self._untaken[max(0, certain) :]
+        self._taken += len(piece)
+        return piece
 
     def _shown_place(self, place: int) -> int:
         """Convert a position in the whole text to one in the shown text."""
