@@ -15,8 +15,8 @@ import openai
 import pytest
 
 from slime.engine.embedded.errors import BadRequest
-from slime.engine.embedded.http.http_io import RequestField
 from slime.engine.embedded.http.openai import forced_call, render_chat
+from slime.engine.embedded.http.requests import RequestField
 from tests.engine.conftest import EngineProcess
 from tests.migration.scripted import make_scripted_model
 from tests.tiny_models import make_tokenizer

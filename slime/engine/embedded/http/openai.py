@@ -27,9 +27,8 @@ from jinja2.exceptions import TemplateError
 from slime.data.chat_template import is_conversation, normalize_messages
 from slime.engine.embedded.errors import BadRequest, is_neutral, shown
 from slime.engine.embedded.http.async_engine import EngineBridge
-from slime.engine.embedded.http.http_io import RequestField, event_stream, json_answer, json_body, send_event
-from slime.engine.embedded.http.requests import GenerateRequest, parse_generate
-from slime.engine.embedded.http.responses import OutputPiece, whole
+from slime.engine.embedded.http.requests import GenerateRequest, RequestField, json_body, parse_generate
+from slime.engine.embedded.http.responses import OutputPiece, event_stream, json_answer, send_event, whole
 from slime.engine.embedded.scheduler import Sequence as EngineSequence
 from slime.errors import UserError
 from slime.models.openai_api import call_json, function_names, usage_json

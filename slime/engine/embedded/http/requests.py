@@ -1,4 +1,4 @@
-"""Parses the JSON of `POST /generate`, in SGLang's form, into sequences, and the bodies of control calls.
+"""Reads JSON bodies: `POST /generate`, in SGLang's form, into sequences, and the bodies of control calls.
 
 Invariant: a request that parses can be served: its tokens are in the vocabulary, it fits the context with room for one
 more token, and every field it sets is supported or cannot change a token. Anything else is a `BadRequest` that names
@@ -17,15 +17,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import orjson
+from aiohttp import web
+
 from slime.cluster.memory.cuda_driver import IPC_HANDLE_BYTES
 from slime.engine.embedded.errors import BadRequest, IgnoredFields, is_neutral, shown
-from slime.engine.embedded.http.http_io import RequestField
 from slime.engine.embedded.model.cpu_sampler import stream_seed
 from slime.engine.embedded.sampling_params import SamplingParams, parse_sampling_params
 from slime.engine.embedded.scheduler import Sequence
 from slime.engine.embedded.tokenizer import EngineTokenizer, NoTokenizer, TextStream
 from slime.engine.embedded.weights.ipc import DeviceMemory, HostMemory
 from slime.engine.embedded.weights.process_groups import DTYPES, AnnouncedBucket, Rendezvous
+from slime.models.openai_api import Field
 from slime.models.peft_adapter import AdapterConfig, BadAdapter
 
 if TYPE_CHECKING:  # importing transformers takes longer than a start without it
@@ -39,13 +42,41 @@ _WITHOUT_EFFECT = {"background", "priority", "log_metrics", "bootstrap_host", "b
                    "data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank", "routing_key", "extra_key",
                    "conversation_id", "custom_labels", "external_trace_header", "received_time",
                    "require_reasoning", "no_logs", "custom_params", "user", "metadata"}  # fmt: skip
-"""RequestField about the client, priority, routing and logging: they change no token."""
+"""Fields about the client, priority, routing and logging: they change no token."""
 _MOST_TOP = 128
 
 _GROUP = "weight_update_group"
 _MEMORY = ("weights", "kv_cache", "cuda_graph")
 _MOST = (1 << 31) - 1
 _MOST_BUCKETS = 1 << 20
+
+
+class RequestField(Field):
+    """A JSON value of a request body; its errors name the outermost field as their `param`."""
+
+    __slots__ = ()
+
+    def bad(self, why: str) -> BadRequest:
+        return BadRequest(f"{self.path} {why}", None if self.is_body else re.split(r"[.\[]", self.path)[0])
+
+    def must_be(self, expected: str) -> Exception:
+        return self.bad(f"is missing: give {expected}") if self.value is None else super().must_be(expected)
+
+    @staticmethod
+    def described(value: object) -> str:
+        return shown(value)
+
+
+async def json_body(request: web.Request, *, optional: bool = False) -> RequestField:
+    """Parse the JSON object in a body; numbers are finite, integers have 64 bits, nesting is bounded."""
+    raw = await request.read()
+    try:
+        body = {} if not raw and optional else orjson.loads(raw)
+    except orjson.JSONDecodeError as cause:
+        raise BadRequest(f"the body is not JSON: {cause}") from cause
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    return RequestField(body)
 
 
 @dataclass(frozen=True)

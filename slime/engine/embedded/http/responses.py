@@ -1,5 +1,6 @@
-"""The contents of an answer: the whole of it, or its new piece in a stream.
+"""The contents of an answer, the whole of it or its new piece in a stream, and its JSON and event streams.
 
+Invariant: every error has OpenAI's shape: `{"error": {message, type, param, code}}`.
 Invariant: a piece is made in the engine's thread, between two steps, so its ids, log-probs and counts are consistent;
 the pieces of a sequence, joined, are its whole answer. Making a piece takes time for its new tokens only.
 """
@@ -7,17 +8,31 @@ the pieces of a sequence, joined, are its whole answer. Making a piece takes tim
 from __future__ import annotations
 
 import base64
+from collections.abc import AsyncIterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from itertools import repeat
 
 import numpy as np
 import orjson
+from aiohttp import web
 
+from slime.engine.embedded.errors import RequestFailed
 from slime.engine.embedded.http.requests import GenerateRequest
 from slime.engine.embedded.scheduler import Sequence
 from slime.engine.embedded.tokenizer import FinalText
+from slime.models.openai_api import error_json
 from slime.storage.json_types import JsonObject
+
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    409: "conflict_error",
+    429: "rate_limit_error",
+}
 
 
 @dataclass(slots=True)
@@ -200,3 +215,32 @@ def _meta_info(
             meta["routed_experts"] = base64.b64encode(experts).decode()
             meta["routed_experts_start_len"] = seq.routed_from
     return meta
+
+
+def json_answer(payload: object, status: int = 200) -> web.Response:
+    return web.Response(body=orjson.dumps(payload), status=status, content_type="application/json")
+
+
+def error_body(status: int, message: str, param: str | None = None) -> JsonObject:
+    kind = _ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return error_json(message, kind, param, status)
+
+
+def error_answer(status: int, message: str, param: str | None = None) -> web.Response:
+    return json_answer(error_body(status, message or HTTPStatus(status).phrase, param), status)
+
+
+@asynccontextmanager
+async def event_stream(request: web.Request) -> AsyncIterator[web.StreamResponse]:
+    """Open a stream of events; a request that fails in the middle sends an error event."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    try:
+        yield response
+    except RequestFailed as failed:
+        await send_event(response, error_body(failed.status, str(failed)))
+    await response.write(b"data: [DONE]\n\n")
+
+
+async def send_event(response: web.StreamResponse, payload: JsonObject) -> None:
+    await response.write(b"data: " + orjson.dumps(payload) + b"\n\n")

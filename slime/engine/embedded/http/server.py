@@ -19,25 +19,28 @@ from slime.cluster.http_server import Connections
 from slime.engine.embedded.engine import PAUSE_MODES
 from slime.engine.embedded.errors import BadRequest, BucketNotReceived
 from slime.engine.embedded.http.async_engine import EngineBridge, FinishedSequence, run_in_daemon_thread
-from slime.engine.embedded.http.http_io import (
-    RequestField,
-    error_answer,
-    event_stream,
-    json_answer,
-    json_body,
-    send_event,
-)
 from slime.engine.embedded.http.openai import OpenAIRoutes
 from slime.engine.embedded.http.requests import (
     GenerateRequest,
+    RequestField,
     group_name,
+    json_body,
     memory_tags,
     parse_bucket,
     parse_generate,
     rendezvous,
     shared_memory,
 )
-from slime.engine.embedded.http.responses import TokenJson, answer, column_answer, whole
+from slime.engine.embedded.http.responses import (
+    TokenJson,
+    answer,
+    column_answer,
+    error_answer,
+    event_stream,
+    json_answer,
+    send_event,
+    whole,
+)
 from slime.storage.json_types import JsonMapping, JsonObject
 
 T = TypeVar("T")
