@@ -253,7 +253,7 @@ def test_plan_in_the_docs_has_the_printed_sections_and_labels(tmp_path: Path) ->
         f"--hf-checkpoint {model} --prompt-data {tmp_path}/train.jsonl --input-key prompt --label-key label --rm-type math "
         "--rollout-batch-size 8 --n-samples-per-prompt 4 --num-steps-per-rollout 2 --num-rollout 2 --eval-interval 1 "
         f"--rollout-max-response-len 8 --eval-prompt-data held-out {tmp_path}/train.jsonl --save {tmp_path}/run "
-        "--device cpu --tensor-model-parallel-size 2 --sglang-mem-fraction-static 0.7 --dry-run".split()
+        "--device cpu --sglang-mem-fraction-static 0.7 --dry-run".split()
     )
     printed = make_plan(config, device="cpu", gpu_count=0).render()
     assert labels_of(shown) == labels_of(printed)
