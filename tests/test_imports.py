@@ -178,7 +178,7 @@ def test_engine_packages_import_only_lower_packages(room: str, graph: Graph) -> 
 
 def test_embedded_packages_import_only_what_their_table_allows(graph: Graph) -> None:
     inside = "slime.engine.embedded."
-    table = (ROOT / "docs" / "architecture.md").read_text().split("| room of `embedded` |")[1].split("\n\n")[0]
+    table = (ROOT / "docs" / "architecture.md").read_text().split("| package of `embedded` |")[1].split("\n\n")[0]
     cells = [line.split("|") for line in table.splitlines()[2:]]
     allowed = {re.findall("`embedded/(.*?)`", row[1])[0]: set(re.findall("`(.*?)`", row[3])) for row in cells}
     folders = {path.name for path in (ROOT / "slime/engine/embedded").iterdir() if (path / "__init__.py").exists()}
