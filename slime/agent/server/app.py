@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +30,8 @@ from slime.agent.server.dialects import (
     model_body,
     models_body,
     refusal_problem,
-    session_key,
 )
 from slime.agent.server.online_intake import LiveConversations
-from slime.agent.server.request_limits import INLINE_BODY_BYTES
 from slime.agent.server.sessions import OpenSession, Sessions
 from slime.agent.session.limits import SessionRefusal
 from slime.agent.session.turn import RecordedTurn, token_bytes
@@ -150,6 +148,15 @@ def json_response(body: object, status: int = 200, headers: dict[str, str] | Non
     return web.Response(body=orjson.dumps(body), status=status, headers=headers, content_type="application/json")
 
 
+def session_key(headers: Mapping[str, str]) -> str | None:
+    """The session key: the first present of bearer token, `x-api-key`, `x-slime-session` and `x-session-id`."""
+    lower = {name.lower(): value.strip() for name, value in headers.items()}
+    scheme, _, token = lower.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer" and token.strip():
+        return token.strip()
+    return next((lower[name] for name in ("x-api-key", "x-slime-session", "x-session-id") if lower.get(name)), None)
+
+
 MOST_NOTES = 100
 """Maximum number of different notes that are logged for one session."""
 
@@ -189,17 +196,16 @@ class AgentApp:
                 intake = door.intake(http.headers)
             with intake.request() as room, self._connections.serving(http.transport, key or ""):
                 body = await room.body(http)
-
-                def parsed() -> Asked:
-                    try:
-                        asked = dialect.asked(http.path, parse_json(body))
-                        self._sessions.model.check_length(asked.request, intake.context)
-                    except (ValueError, RecursionError) as error:
-                        raise Problem(Kind.BAD_BODY, f"the body is not JSON: {error}") from error
-                    return asked
-
                 # The dialect parses the body; a live service opens the conversation that the headers name.
-                asked = parsed() if len(body) <= INLINE_BODY_BYTES else await intake.run(parsed)
+                try:
+                    if len(body) <= intake.inline_bytes:
+                        asked = dialect.asked(http.path, parse_json(body))
+                    else:
+                        asked = await intake.run(
+                            partial(self._asked_in_thread, dialect, http.path, body, intake.context)
+                        )
+                except (ValueError, RecursionError) as error:
+                    raise Problem(Kind.BAD_BODY, f"the body is not JSON: {error}") from error
                 if door is not None:
                     held = await door.enter(http.headers)
                 room.move_to(held.intake)
@@ -220,6 +226,11 @@ class AgentApp:
             return _problem_response(dialect, refusal_problem(refusal))
         except Problem as problem:
             return _problem_response(dialect, problem)
+
+    def _asked_in_thread(self, dialect: Dialect, path: str, body: bytes, context: int | None) -> Asked:
+        asked = dialect.asked(path, parse_json(body))
+        self._sessions.model.check_length(asked.request, context)
+        return asked
 
     async def _models(self, http: web.Request) -> web.Response:
         return json_response(models_body(self._names[:1]))

@@ -19,12 +19,12 @@ from typing import TypeVar
 from aiohttp import web
 
 from slime.agent.server.dialects import Kind, Problem
+from slime.agent.session.template import CHARACTERS_PER_TOKEN
 
 T = TypeVar("T")
 
 WORKERS = 4
 INLINE_BODY_BYTES = 32 << 10
-"""The largest body that is parsed on the event loop."""
 INLINE_CHARACTERS = 4096
 """The longest text that is tokenized on the event loop."""
 _BODY_BYTES_PER_TOKEN = 24
@@ -67,6 +67,10 @@ class Intake:
     ) -> None:
         """`context` is the maximum number of prompt tokens, None without a limit; it sets `limits` by default."""
         self.context = context
+        self.inline_bytes = INLINE_BODY_BYTES
+        """The largest body that is parsed on the event loop; its prompt is certainly not too long for the context."""
+        if context is not None:
+            self.inline_bytes = min(INLINE_BODY_BYTES, CHARACTERS_PER_TOKEN * context)
         self.limits = limits or IntakeLimits.of_context(context)
         self.whose = whose
         self._workers = workers

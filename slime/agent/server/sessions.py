@@ -69,21 +69,18 @@ class OpenSession:
     ) -> tuple[Prompt, asyncio.Task[RecordedTurn]]:
         """Start to sample one more turn; cancelling the task abandons it. Raises `SessionRefusal`."""
         prompt = self.session.prepare(request, *await self._place_of(request))
-        continuing = None if self.continued is None else self.continued(prompt)
-
-        async def take() -> RecordedTurn:
-            taken = await take_turn(self.session, request, prompt, self._sampler, self._model, self._params, on_events)
-            if continuing is not None:
-                await continuing
-            if self.journaled is not None:
-                await self.journaled(taken.turn)
-            return taken
+        before_end = [] if self.journaled is None else [self.journaled]
+        if self.continued is not None:
+            continuing = self.continued(prompt)
+            before_end.insert(0, lambda _: continuing)
 
         def done(task: asyncio.Task[RecordedTurn]) -> None:
             self._answering.discard(task)
             self.session.abandon(prompt)  # a task that is cancelled before its first step has not done it
 
-        task = asyncio.create_task(take())
+        task = asyncio.create_task(
+            take_turn(self.session, request, prompt, self._sampler, self._model, self._params, on_events, before_end)
+        )
         self._answering.add(task)
         task.add_done_callback(done)
         return prompt, task

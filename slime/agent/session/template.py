@@ -192,7 +192,7 @@ class ChatTemplate:
             return False
 
 
-_CHARACTERS_PER_TOKEN = 8
+CHARACTERS_PER_TOKEN = 8
 """More than the average of prompts in any language and in code."""
 _PIECE_CHARACTERS = 16384
 _BORDER_TOKENS = 64
@@ -243,7 +243,7 @@ class ChatModel:
         if _renders_tools(self.sources[True]):
             texts.append("\n".join(iter_texts(request.tools)))
         characters = sum(map(len, texts))
-        if characters <= _CHARACTERS_PER_TOKEN * context:
+        if characters <= CHARACTERS_PER_TOKEN * context:
             return
         tokens = seen = 0
         for text in texts:

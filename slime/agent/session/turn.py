@@ -242,11 +242,12 @@ async def take_turn(
     model: ChatModel,
     params: JsonMapping,
     on_events: OnEvents | None = None,
+    before_end: Sequence[Callable[[Turn], Awaitable[None]]] = (),
 ) -> RecordedTurn:
     """Sample, parse and record the turn that was prepared as `prompt`; it is recorded under the prompt's `turn_id`.
 
     The answer ends at the client's stop texts, unless the trainer sets its own, and does not contain them. `on_events`
-    is called with the parser's events as the answer grows.
+    is called with the parser's events as the answer grows, and `before_end` with the recorded turn.
     """
     # The trainer's sampling parameters, the smallest of all limits, and the parameters that a client may set.
     asked = {
@@ -288,10 +289,13 @@ async def take_turn(
             text=reader.text,
             ill_formed=output.ill_formed,
         )
-        return RecordedTurn(session.record(prompt, turn), prompt, output, answer, finish)
+        recorded = session.record(prompt, turn)
     except BaseException:
         session.abandon(prompt, reader.sampled)
         raise
+    for call in before_end:
+        await call(recorded)
+    return RecordedTurn(recorded, prompt, output, answer, finish)
 
 
 class AnswerReader:

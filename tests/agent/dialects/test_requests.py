@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from slime.agent.messages import Message, ToolCall
-from slime.agent.server.dialects import DIALECTS, Dialect, Kind, Problem, session_key
+from slime.agent.server.app import session_key
+from slime.agent.server.dialects import DIALECTS, Dialect, Kind, Problem
 from slime.agent.server.dialects.request_fields import replace_surrogates
 from tests.agent.dialects.bodies import CLAUDE_CODE, CODEX, MINI, OPENCODE, QWEN_CODE, SHELL
 

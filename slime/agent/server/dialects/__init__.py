@@ -6,7 +6,6 @@ from slime.agent.server.dialects.anthropic import AnthropicMessages
 from slime.agent.server.dialects.chat_completions import ChatCompletions, model_body, models_body
 from slime.agent.server.dialects.dialect import Asked, Dialect, FinishedTurn, StreamWriter, TokenLogProb, Usage
 from slime.agent.server.dialects.errors import Kind, Problem, refusal_problem
-from slime.agent.server.dialects.request_fields import session_key
 from slime.agent.server.dialects.responses import OpenAIResponses
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "model_body",
     "models_body",
     "refusal_problem",
-    "session_key",
 ]
 
 DIALECTS: tuple[Dialect, ...] = (ChatCompletions(), OpenAIResponses(), AnthropicMessages())

@@ -164,12 +164,3 @@ def choice_notes(choice: str) -> tuple[str, ...]:
     if choice in ("auto", "none"):
         return ()
     return (f"tool_choice {choice!r} is not forced on the model: what is trained on is sampled freely",)
-
-
-def session_key(headers: Mapping[str, str]) -> str | None:
-    """The session key: the first present of bearer token, `x-api-key`, `x-slime-session` and `x-session-id`."""
-    lower = {name.lower(): value.strip() for name, value in headers.items()}
-    scheme, _, token = lower.get("authorization", "").partition(" ")
-    if scheme.lower() == "bearer" and token.strip():
-        return token.strip()
-    return next((lower[name] for name in ("x-api-key", "x-slime-session", "x-session-id") if lower.get(name)), None)

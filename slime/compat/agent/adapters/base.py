@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from slime.agent.adapters.common import DEFAULT_SID, Session
-from slime.agent.server.app import answer_turn, json_response
+from slime.agent.server.app import answer_turn, json_response, session_key
 from slime.agent.server.dialects import (
     Asked,
     Dialect,
@@ -26,9 +26,8 @@ from slime.agent.server.dialects import (
     dialect_of,
     models_body,
     refusal_problem,
-    session_key,
 )
-from slime.agent.server.request_limits import INLINE_BODY_BYTES, Intake
+from slime.agent.server.request_limits import Intake
 from slime.agent.server.sessions import OpenSession, Sessions
 from slime.agent.server.settings import Opening
 from slime.agent.session.limits import SessionRefusal
@@ -174,7 +173,7 @@ class BaseAdapter:
             intake = self._intake_of(session_key(request.headers))
             with intake.request() as room:
                 raw = await room.body(request, is_decompressed=True)
-                is_small = len(raw) <= INLINE_BODY_BYTES
+                is_small = len(raw) <= intake.inline_bytes
                 given = _object_of(raw) if is_small else await intake.run(partial(_object_of, raw))
                 body = self._preprocess_body(given)
                 sid = self._session_id(request, body)
