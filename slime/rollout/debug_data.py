@@ -131,9 +131,9 @@ def dump_path(template: str, rollout_id: int, *, evaluation: bool = False) -> Pa
 
 
 def save_rollout(config: Config, rollout_id: int, groups: Nested) -> None:
-    """Write a training rollout if `--save-debug-rollout-data` is set."""
-    if config.save_debug_rollout_data is not None:
-        write_dump(dump_path(config.save_debug_rollout_data, rollout_id), rollout_id, leaves(groups), config)
+    """Write a training rollout to the file that `--save-debug-rollout-data` names."""
+    assert config.save_debug_rollout_data is not None, "the caller checks the flag"
+    write_dump(dump_path(config.save_debug_rollout_data, rollout_id), rollout_id, leaves(groups), config)
 
 
 def save_evaluation(config: Config, rollout_id: int, data: Mapping[str, DatasetResult]) -> None:

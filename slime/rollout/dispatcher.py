@@ -23,9 +23,11 @@ discarded tokens are counted. A batch is sorted by index.
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
+from math import isfinite
 
 from slime.cluster.watchdog import Background, background, waiting
 from slime.config.async_mode import DEFAULT_STALENESS, max_versions_behind
@@ -44,7 +46,6 @@ from slime.rollout.outcomes import (
     refuse_all_failed,
     sampled_tokens,
     set_source_rollout_id,
-    snapshot,
 )
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sample_pipeline import refuse_bad_rewards
@@ -112,7 +113,8 @@ class Dispatcher:
                     else:
                         await self._collect(one)
             tail = tail_seconds([one.arrived_at for one in self._ready], time.monotonic())
-            finished, unfinished, held = await self._drain()
+            self._state.gate.close()
+            finished, unfinished, held = await self._drain() if self._under_way else ([], [], 0)
             surplus += finished
             if surplus or unfinished:
                 returned = sorted(surplus, key=group_order) + sorted(unfinished, key=group_order)
@@ -253,28 +255,32 @@ class Dispatcher:
                 self._exhausted = not groups
             if not groups:
                 return
-            fit = [self._regenerated(one) if is_stale(self._args, one, self._next) else one for one in groups]
-            self._dispatch([group for group in fit if group is not None])
+            if self._args.max_weight_staleness is not None:
+                fit = [self._regenerated(one) if is_stale(self._args, one, self._next) else one for one in groups]
+                groups = [group for group in fit if group is not None]
+            self._dispatch(groups)
 
     def _dispatch(self, groups: list[Group]) -> None:
         """Dispatch groups.
 
         With `--partial-rollout`, a group that cannot be continued from its tokens alone gets a ticket for the gate.
         """
-        args = self._args
-        prompts: list[Group] = [[snapshot(member) for member in group] for group in groups]
-        tickets: list[Ticket | None] = []
+        args, state = self._args, self._state
         for group in groups:
+            prompt: Group = [copy.deepcopy(member) for member in group]  # generate functions may write into the members
             custom = (sample.generate_function_path or args.custom_generate_function_path for sample in leaves(group))
             holds = self._serving is None and args.partial_rollout and any(custom)
-            masks = args.mask_offpolicy_in_partial_rollout
-            tickets.append(Ticket(self._state.gate, masks=masks) if holds else None)
-        generated: list[dict[int, Produced]] = [{} for _ in groups]
-        tasks = self._state.submit_generate_tasks(groups, tickets, generated)
-        for task, group, prompt, ticket, complete in zip(tasks, groups, prompts, tickets, generated, strict=True):
+            ticket = Ticket(state.gate, masks=args.mask_offpolicy_in_partial_rollout) if holds else None
+            generated: dict[int, Produced] = {}
+            task = asyncio.create_task(
+                state.dispatch(group, copy.deepcopy(state.sampling_params), generated),
+                context=None if ticket is None else ticket.context(),
+            )
+            state.pendings.add(task)
+            state.remaining_batch_size += 1
             known = group_version(group)
             version = self._version if known is None else min(known, self._version)
-            self._watch(InflightGroup(task, group, prompt, ticket, complete, version))
+            self._watch(InflightGroup(task, group, prompt, ticket, generated, version))
 
     def _watch(self, one: InflightGroup) -> None:
         """Register a group, and a callback for its end, so that waiting does not scan all tasks."""
@@ -305,12 +311,14 @@ class Dispatcher:
             self._state.remaining_batch_size -= 1  # an earlier rollout cut it off outside the gate
             self._dispatch([self._to_continue(group, one)])
             return
-        if self._serving is None and is_stale(self._args, group, self._next):  # it was held too long
+        has_bound = self._args.max_weight_staleness is not None
+        if has_bound and self._serving is None and is_stale(self._args, group, self._next):  # it was held too long
             self._forget(one).group = group
             self._state.remaining_batch_size -= 1
             self._regenerate_or_drop(one)
             return
-        refuse_bad_rewards(self._args, list(leaves(group)))
+        if doubtful := [one for one in leaves(group) if type(one.reward) is not float or not isfinite(one.reward)]:
+            refuse_bad_rewards(self._args, doubtful)
         verdict = await self._judge.verdict(group)
         self._forget(one).group = group
         outstanding = len(self._under_way) + len(self._ready) + len(self._again)
@@ -318,7 +326,7 @@ class Dispatcher:
             self._state.remaining_batch_size -= 1
             return
         one.sampled_version, one.arrived_at = group_version(group), time.monotonic()
-        if is_too_old(self._args, one.sampled_version, self._next):
+        if has_bound and is_too_old(self._args, one.sampled_version, self._next):
             self._regenerate_or_drop(one)
         else:
             one.version = one.version if one.sampled_version is None else one.sampled_version
@@ -356,10 +364,13 @@ class Dispatcher:
     ) -> tuple[list[Group], Metrics]:
         """Return the groups of a batch, sorted and filtered by the user's functions, and its metrics."""
         groups = sorted((one.group for one in taken), key=group_order)
-        refuse_all_failed(list(leaves(groups)), f"rollout {rollout_id}")
-        await call_batch_plugins(self._runtime, groups, judge, self._source)
+        if all(sample.status is Sample.Status.FAILED for sample in leaves(groups)):
+            refuse_all_failed(list(leaves(groups)), f"rollout {rollout_id}")
+        args = self._args
+        if args.rollout_sample_filter_path is not None or args.rollout_all_samples_process_path is not None:
+            await call_batch_plugins(self._runtime, groups, judge, self._source)
         seconds = time.monotonic() - self._since
-        metrics = rollout_metrics(self._args, list(leaves(groups)), seconds, judge.repetitions)
+        metrics = rollout_metrics(args, list(leaves(groups)), seconds, judge.repetitions)
         return groups, metrics | {"perf/rollout_tail_time": tail} | judge.removed()
 
     def _forget(self, one: InflightGroup) -> InflightGroup:
@@ -369,7 +380,7 @@ class Dispatcher:
         self._ended.discard(one.task)
         self._versions -= Counter([one.version])
         place, one.generated = one.generated, dict(one.generated)
-        place.clear()  # connections and timers keep contexts alive, and these would keep the samples
+        place.clear()  # an abandoned task would keep the samples in memory
         self._state.pendings.discard(one.task)
         if one.ticket is not None:
             self._thrown_away_tokens += one.ticket.thrown_away_tokens
@@ -379,11 +390,10 @@ class Dispatcher:
     # draining
 
     async def _drain(self) -> tuple[list[Group], list[Group], int]:
-        """Close the gate, abort the groups in flight, and wait until they end or are held.
+        """Abort the groups in flight, behind the closed gate, and wait until they end or are held.
 
         Returns the finished groups, the others in a state that can be dispatched again, and the number of held ones.
         """
-        self._state.gate.close()
         self._state.aborted = True
         try:
             self._left_behind |= await abort_and_wait(self._runtime, self._under_way.values())

@@ -234,11 +234,6 @@ def sampled_tokens(group: Group) -> int:
     return sum(sample.effective_response_length for sample in leaves(group))
 
 
-def snapshot(member: Produced) -> Produced:
-    """Return a deep copy of a group member; generate functions may write into the original."""
-    return copy.deepcopy(member)
-
-
 _IDENTITY_FIELDS = ("group_index", "index", "rollout_id", "session_id", "journal_id")
 _INHERITED_FIELDS = (
     "prompt",

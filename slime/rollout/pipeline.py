@@ -104,7 +104,11 @@ class RolloutMaker(RolloutFeed):
         """True if a function of the user may have changed samples after the rollout checked them."""
 
     def get(self, rollout_id: int, sample: Callable[[], RolloutFnTrainOutput] | None = None) -> GeneratedRollout:
-        """Return the rollout from the journal if it is there, else from `sample()`, by default a new rollout."""
+        """Return the rollout from the journal if it is there, else from `sample()`, by default a new rollout.
+
+        A new rollout is validated before it is recorded: invalid samples are marked as failed. The dispatcher's samples
+        were checked when they finished; functions of the user may have changed them since.
+        """
         args, runtime, source = self._args, self.runtime, self.data_source
         groups: list[Any]
         metrics: JsonObject
@@ -115,10 +119,54 @@ class RolloutMaker(RolloutFeed):
         else:
             began = time.monotonic()
             with self.at_work():
-                output = self._new_rollout(rollout_id) if sample is None else sample()
+                if sample is not None:
+                    output = sample()
+                else:
+                    runtime.state.rollout_id = rollout_id  # for hooks, from any caller
+                    with runtime.pulse.during(args.rollout_batch_size * args.n_samples_per_prompt):
+                        if self._rollout_fn is None:
+                            name = f"rollout {rollout_id}"
+                            output = runtime.run(Dispatcher(runtime, source, rollout_id).fill(), whom=name)
+                        else:
+                            given = runtime.plugin_args, rollout_id, source
+                            made = call_rollout_fn(self._rollout_fn, *given, evaluation=False)
+                            assert isinstance(made, RolloutFnTrainOutput)
+                            output = made
             seconds = time.monotonic() - began
             groups, metrics = output.samples, dict(output.metrics or {})
-            samples = self._usable(rollout_id, groups)
+            if self._is_foreign and not (isinstance(groups, list) and _holds_samples(groups)):
+                raise UserError(
+                    f"--rollout-function-path {args.rollout_function_path} must return groups, lists of Sample or of "
+                    f"lists of them, not {groups!r:.200}"
+                )
+            samples = list(leaves(groups))
+            times = Counter(map(id, samples))
+            if len(times) < len(samples):
+                again = next(sample for sample in samples if times[id(sample)] > 1)
+                logger.warning(
+                    "rollout %d: --rollout-function-path %s returned %d samples, of which only %d are different "
+                    "objects (sample %s of group %s comes %d times): each is trained on as often as it comes",
+                    rollout_id,
+                    args.rollout_function_path,
+                    len(samples),
+                    len(times),
+                    again.index,
+                    again.group_index,
+                    times[id(again)],
+                )
+            for one in samples:
+                kept = one.column_array("rollout_top_p_token_ids")
+                is_cut = kept is not None and len(kept)
+                if is_cut and not args.allow_biased_sampling and trains_on_log_probs(args):
+                    raise UserError(
+                        f"sample {one.index} has rollout_top_p_token_ids: its tokens were drawn from a part of the "
+                        "vocabulary, but training takes log-probs over all of it, which biases the gradient: sample "
+                        "without top-p, or accept that with --allow-biased-sampling"
+                    )
+                if self._is_foreign and not is_settled(one, runtime.bounds):
+                    DispatchedSample(one).settle(one, "rollout", runtime.failures, runtime.bounds)
+            if self._is_foreign:
+                refuse_all_failed(samples, f"rollout {rollout_id}")
             if "perf/rollout_time" not in metrics:  # the metrics of a user function are added to the usual ones
                 metrics = rollout_metrics(args, samples, seconds) | metrics
             if may_train_on_stale_tokens(args):
@@ -127,58 +175,10 @@ class RolloutMaker(RolloutFeed):
                 self._batches.assign(rollout_id, groups, metrics)
             elif observes(source):
                 source.observe_samples(rollout_id, groups)
-        save_rollout(args, rollout_id, groups)
+        if args.save_debug_rollout_data is not None:
+            save_rollout(args, rollout_id, groups)
         is_logged = self._log(rollout_id, runtime.plugin_args, list(leaves(groups)), dict(metrics), seconds) is True
         return GeneratedRollout(groups, metrics, is_logged)
-
-    def _new_rollout(self, rollout_id: int) -> RolloutFnTrainOutput:
-        runtime, source = self.runtime, self.data_source
-        runtime.state.rollout_id = rollout_id  # for hooks, from any caller
-        with runtime.pulse.during(self._args.rollout_batch_size * self._args.n_samples_per_prompt):
-            if self._rollout_fn is None:
-                return runtime.run(Dispatcher(runtime, source, rollout_id).fill(), whom=f"rollout {rollout_id}")
-            output = call_rollout_fn(self._rollout_fn, runtime.plugin_args, rollout_id, source, evaluation=False)
-        assert isinstance(output, RolloutFnTrainOutput)
-        return output
-
-    def _usable(self, rollout_id: int, groups: object) -> list[Sample]:
-        """Validate the groups before they are recorded, and return all samples; invalid ones are marked as failed.
-
-        The dispatcher's samples were checked when they finished; functions of the user may have changed them since.
-        """
-        if not isinstance(groups, list) or not _holds_samples(groups):
-            raise UserError(
-                f"--rollout-function-path {self._args.rollout_function_path} must return groups, lists of Sample or of "
-                f"lists of them, not {groups!r:.200}"
-            )
-        samples = list(leaves(groups))
-        times = Counter(map(id, samples))
-        if len(times) < len(samples):
-            again = next(sample for sample in samples if times[id(sample)] > 1)
-            logger.warning(
-                "rollout %d: --rollout-function-path %s returned %d samples, of which only %d are different objects "
-                "(sample %s of group %s comes %d times): each is trained on as often as it comes",
-                rollout_id,
-                self._args.rollout_function_path,
-                len(samples),
-                len(times),
-                again.index,
-                again.group_index,
-                times[id(again)],
-            )
-        for sample in samples:
-            kept = sample.column_array("rollout_top_p_token_ids")
-            is_cut = kept is not None and len(kept)
-            if is_cut and not self._args.allow_biased_sampling and trains_on_log_probs(self._args):
-                raise UserError(
-                    f"sample {sample.index} has rollout_top_p_token_ids: its tokens were drawn from a part of the "
-                    "vocabulary, but training takes log-probs over all of it, which biases the gradient: sample "
-                    "without top-p, or accept that with --allow-biased-sampling"
-                )
-            if self._is_foreign and not is_settled(sample, self.runtime.bounds):
-                DispatchedSample(sample).settle(sample, "rollout", self.runtime.failures, self.runtime.bounds)
-        refuse_all_failed(samples, f"rollout {rollout_id}")
-        return samples
 
 
 def _holds_samples(nested: object) -> bool:

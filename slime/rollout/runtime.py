@@ -94,7 +94,7 @@ class RolloutRuntime:
         config: Config,
         engine_urls: Sequence[str],
         *,
-        dispatch: Callable[[RolloutRuntime, Group, JsonObject], Coroutine[object, object, Group]],
+        dispatch: Callable[..., Coroutine[object, object, Group]],
         reward: Callable[..., object] | None = None,
         router_url: str | None = None,
         router_only: bool = False,
@@ -109,6 +109,7 @@ class RolloutRuntime:
         self._reward = reward
         self.is_of_run = is_of_run
         self.loop_thread = LoopThread()
+        self.run = self.loop_thread.run
         self.threads = DaemonThreads("plugin", MOST_THREADS)
         """Threads for plain functions of the user; the concurrency limit bounds the generate functions among them."""
         self._one_at_a_time = asyncio.Lock()
@@ -151,7 +152,7 @@ class RolloutRuntime:
             self._pool.when_changed.append(lambda state, url: self.semaphore.resize(self._seats()))
         self.state = GenerateState(
             self.args,
-            dispatch=lambda group, params: dispatch(self, group, params),
+            dispatch=lambda group, params, generated: dispatch(self, group, params, generated=generated),
             semaphore=self.semaphore,
             tokenizer=lambda: self.tokenizer,
             engine_urls=lambda: self.engine_urls,
@@ -284,10 +285,6 @@ class RolloutRuntime:
             self._owned[name] = make(), close
         kept: T = self._owned[name][0]
         return kept
-
-    def run(self, coro: Coroutine[object, object, T], timeout: float | None = None, *, whom: str | None = None) -> T:
-        """Run a coroutine on the runtime's event loop and wait for it; `whom` names the work ("rollout 3")."""
-        return self.loop_thread.run(coro, timeout, whom=whom)
 
     async def on_own_loop(self, coro: Coroutine[object, object, T]) -> T:
         """Await a coroutine on the runtime's event loop, from any event loop."""

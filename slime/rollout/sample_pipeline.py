@@ -37,11 +37,10 @@ from slime.rollout.outcomes import (
     leaves,
     mark_failed,
     reset_to_prompt,
-    snapshot,
 )
 from slime.rollout.retry import MAX_RESUMES, AbortedTooOften
+from slime.rollout.rewards.remote import Teacher
 from slime.rollout.runtime import RolloutRuntime, accepts
-from slime.rollout.state import store_result
 from slime.storage.json_types import JsonObject
 from slime.storage.sqlite_store import JournalFailed
 
@@ -54,11 +53,16 @@ UNSCORED_AFTER_S = 0.25
 
 
 async def generate_and_rm_group(
-    runtime: RolloutRuntime, group: Sequence[Produced], sampling_params: JsonObject, evaluation: bool = False
+    runtime: RolloutRuntime,
+    group: Sequence[Produced],
+    sampling_params: JsonObject,
+    evaluation: bool = False,
+    generated: dict[int, Produced] | None = None,
 ) -> Group:
     """Generate and score all samples of one prompt; fan-outs that an earlier rollout finished are only checked.
 
-    A group reward is computed only if no sample of the group was aborted.
+    A group reward is computed only if no sample of the group was aborted. The result of each member is stored in
+    `generated`, under the `id` of the member, when its generation ends and when it is scored.
     """
     config, pulse = runtime.args, runtime.eval_pulse if evaluation else runtime.pulse
     for sample in leaves(group):
@@ -83,7 +87,7 @@ async def generate_and_rm_group(
             set_sample_seed(params["sampling_seed"])
         before = member.response_length
         with acting_as(f"sample {member.index} of group {member.group_index}"):
-            produced = await generate_and_rm(runtime, member, params, evaluation)
+            produced = await generate_and_rm(runtime, member, params, evaluation, generated)
         if not _is_aborted(produced):
             pulse.finished(sum(sample.response_length for sample in leaves([produced])) - before)
         for sample in leaves([produced]):
@@ -109,7 +113,11 @@ async def generate_and_rm_group(
 
 
 async def generate_and_rm(
-    runtime: RolloutRuntime, sample: Sample, sampling_params: JsonObject, evaluation: bool = False
+    runtime: RolloutRuntime,
+    sample: Sample,
+    sampling_params: JsonObject,
+    evaluation: bool = False,
+    generated: dict[int, Produced] | None = None,
 ) -> Produced:
     """Generate one sample, run the hooks, and score it; group rewards are computed later for the whole group.
 
@@ -121,10 +129,11 @@ async def generate_and_rm(
     origin, clock = DispatchedSample(sample, runtime.claims), SampleClock(config.rollout_sample_timeout)
     produced: Produced = sample
     was_complete = sample.status in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
+    generated = {} if generated is None else generated
 
     async def score() -> None:
-        if not evaluation:
-            await teach(runtime, list(leaves([produced])))
+        if runtime.state.teacher is not None and not evaluation:
+            await teach(runtime, runtime.state.teacher, list(leaves([produced])))
         if config.group_rm:
             return
         with pulse.judging():
@@ -149,23 +158,24 @@ async def generate_and_rm(
                     sample.loss_mask = [0] * sample.response_length  # sampled by earlier weights
                 with pulse.sample():
                     produced = await _call_until_complete(runtime, origin, clock, sample, sampling_params, evaluation)
-            produced = await apply_hooks(runtime, produced, None, evaluation, clock)
+            if config.rollout_sample_hook_path:
+                produced = await apply_hooks(runtime, produced, None, evaluation, clock)
         if evaluation or _is_aborted(produced):
             await score()
-            store_result(sample, produced)
+            generated[id(sample)] = produced
             return produced
-        generated = snapshot(produced) if any(map(_wants_reward, leaves([produced]))) else produced
-        store_result(sample, generated)
+        unscored = copy.deepcopy(produced) if any(map(_wants_reward, leaves([produced]))) else produced
+        generated[id(sample)] = unscored
         scoring = asyncio.ensure_future(score())
         try:
             done, _ = await asyncio.wait({scoring}, timeout=UNSCORED_AFTER_S)
             if not done:
-                await _record(runtime, sample, generated)
+                await _record(runtime, sample, unscored)
             await scoring
         finally:
             scoring.cancel()  # does nothing to one that is done
             await asyncio.gather(scoring, return_exceptions=True)
-        store_result(sample, produced)
+        generated[id(sample)] = produced
         return produced
 
 
@@ -297,11 +307,8 @@ async def apply_hooks(
 # the teacher
 
 
-async def teach(runtime: RolloutRuntime, samples: Sequence[Sample]) -> None:
-    """Set `teacher_log_probs` of finished samples; does nothing without a teacher."""
-    teacher = runtime.state.teacher
-    if teacher is None:
-        return
+async def teach(runtime: RolloutRuntime, teacher: Teacher, samples: Sequence[Sample]) -> None:
+    """Set `teacher_log_probs` of finished samples."""
 
     async def teach_one(sample: Sample) -> None:
         try:

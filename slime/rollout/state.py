@@ -7,7 +7,6 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ from urllib.parse import urlsplit
 
 from slime.config import Config
 from slime.config.plugins.view import plugin_args
-from slime.data.sample import Sample
 from slime.engine.http.protocol import rollout_sampling_params
 from slime.rollout.gate import Gate, Ticket, current_ticket, evaluating
 from slime.rollout.outcomes import Group, Produced
@@ -26,10 +24,9 @@ from slime.storage.json_types import JsonObject
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Dispatch = Callable[[Group, JsonObject], Coroutine[object, object, Group]]
-"""Function `(group, sampling_params)` that generates and scores a dispatched group."""
-
-_generated: ContextVar[dict[int, Produced] | None] = ContextVar("generated", default=None)
+Dispatch = Callable[[Group, JsonObject, dict[int, Produced] | None], Coroutine[object, object, Group]]
+"""Function `(group, sampling_params, generated)` that generates and scores a dispatched group, and stores the results
+of its samples in `generated` as they end (`InflightGroup.generated`)."""
 
 
 @dataclass(eq=False)
@@ -79,7 +76,7 @@ class GenerateState:
         self._config = args
         self.args = plugin_args(args)
         self.semaphore = semaphore
-        self._dispatch = dispatch
+        self.dispatch = dispatch
         self._tokenizer = tokenizer
         self._engine_urls = engine_urls
         self.sampling_params: JsonObject = copy.deepcopy(rollout_sampling_params(args))
@@ -132,24 +129,10 @@ class GenerateState:
         self.pendings: set[asyncio.Task[Group]] = {one.task for one in self.held}
         self._aborted = False
 
-    def submit_generate_tasks(
-        self,
-        samples: Sequence[Group],
-        tickets: Sequence[Ticket | None] | None = None,
-        generated: Sequence[dict[int, Produced]] | None = None,
-    ) -> list[asyncio.Task[Group]]:
-        """Start one task per group on the running loop, and add the tasks to `pendings`.
-
-        Groups with a ticket wait at the gate instead of being aborted. Each group stores the results of its samples in
-        its dict of `generated`.
-        """
-        empty = [None] * len(samples)
-        contexts = [copy_context() if ticket is None else ticket.context() for ticket in tickets or empty]
-        for context, place in zip(contexts, generated or empty, strict=True):
-            context.run(_generated.set, place)
+    def submit_generate_tasks(self, samples: Sequence[Group]) -> list[asyncio.Task[Group]]:
+        """Start one task per group on the running loop, and add the tasks to `pendings`."""
         tasks = [
-            asyncio.create_task(self._dispatch(group, copy.deepcopy(self.sampling_params)), context=context)
-            for group, context in zip(samples, contexts, strict=True)
+            asyncio.create_task(self.dispatch(group, copy.deepcopy(self.sampling_params), None)) for group in samples
         ]
         self.pendings.update(tasks)
         self.remaining_batch_size += len(tasks)
@@ -181,10 +164,3 @@ class GenerateState:
             yield rank
         finally:
             self._dp_users[rank] -= 1
-
-
-def store_result(dispatched: Sample, produced: Produced) -> None:
-    """Store the result of a dispatched sample of the current group when its generation has ended."""
-    place = _generated.get()
-    if place is not None and not evaluating.get():
-        place[id(dispatched)] = produced
