@@ -203,13 +203,16 @@ class Ticket:
 
     @asynccontextmanager
     async def engine_request(self) -> AsyncIterator[bool]:
-        """Wait for the gate and count one request while the body runs; yields whether the gate was closed."""
+        """Wait for the gate, and count one request while the body runs.
+
+        Yields True if the tokens so far are not trained on: the gate was closed, and the ticket has `masks`.
+        """
         self.is_used = True
         waited = await self.gate.pass_through()
         self.in_flight += 1
         self.gate.arrived_at_engine()
         try:
-            yield waited
+            yield waited and self.masks
         finally:
             self.in_flight -= 1
             self.gate.left_engine()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from contextvars import ContextVar
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,7 +17,6 @@ from urllib.parse import urlsplit
 from slime.config import Config
 from slime.data.sample import Sample
 from slime.data.trace import build_sglang_meta_trace_attrs
-from slime.engine.http.client import GenerateResult
 from slime.engine.http.protocol import (
     continued_params,
     continued_payload,
@@ -29,7 +29,7 @@ from slime.engine.http.protocol import (
     was_aborted,
 )
 from slime.rollout.gate import current_ticket, evaluating
-from slime.rollout.retry import RequestSeeds, complete, request_completion
+from slime.rollout.retry import RequestSeeds, count_abort
 from slime.rollout.runtime import RolloutRuntime, state_of_engine
 from slime.rollout.state import GenerateState
 from slime.storage.json_types import JsonMapping, JsonObject
@@ -68,16 +68,18 @@ async def generate(runtime: RolloutRuntime, sample: Sample, sampling_params: Jso
     itself was aborted, the partial sample is returned as ABORTED. In a group with a ticket, the request waits for the
     gate before it resumes.
     """
-    config, state = runtime.args, runtime.state
+    config, state, ticket = runtime.args, runtime.state, current_ticket()
     params = next_request_params(sampling_params)
+    affinity_key = sample.session_id if sample.group_index is None else sample.group_index
     if not sample.total_length:
         sample.tokens = runtime.prompt_ids(sample)
-
-    def rest() -> JsonObject | None:
+    aborts = 0
+    while True:
+        # the request for the tokens that are missing
         budget = new_token_budget(config, sample, params)
         if budget == 0:
             sample.status = Sample.Status.TRUNCATED
-            return None
+            return sample
         left = {**continued_params(params, sample.response_length), "max_new_tokens": budget}
         if left.get("min_new_tokens"):
             left["min_new_tokens"] = min(budget, left["min_new_tokens"])
@@ -85,19 +87,15 @@ async def generate(runtime: RolloutRuntime, sample: Sample, sampling_params: Jso
         if config.use_rollout_routing_replay and not evaluating.get():
             experts = sample.rollout_routed_experts
             payload |= routed_experts_fields(0 if experts is None else len(experts))
-        return payload
 
-    async def send(payload: JsonObject) -> GenerateResult:
-        affinity_key = sample.session_id if sample.group_index is None else sample.group_index
-        version, fault_tolerant = state.weight_version, runtime.config.use_fault_tolerance
-        with runtime.span(sample, "sglang_generate") as span:
-            result = await request_completion(runtime.pool, payload, affinity_key, fault_tolerant=fault_tolerant)
-            record_origin(result.meta_info, payload, version)
-            if span is not None:
-                span.update(build_sglang_meta_trace_attrs(result.meta_info))
-        return result
-
-    async def take(result: GenerateResult, is_masked: bool) -> int | None:
+        # what an engine samples
+        async with nullcontext(False) if ticket is None else ticket.engine_request() as is_masked:
+            version, fault_tolerant = state.weight_version, runtime.config.use_fault_tolerance
+            with runtime.span(sample, "sglang_generate") as span:
+                result = await runtime.pool.sample(payload, affinity_key, fault_tolerant=fault_tolerant)
+                record_origin(result.meta_info, payload, version)
+                if span is not None:
+                    span.update(build_sglang_meta_trace_attrs(result.meta_info))
         if is_masked:
             sample.loss_mask = [0] * sample.response_length  # sampled by earlier weights
         sample.append_response_tokens(
@@ -116,16 +114,17 @@ async def generate(runtime: RolloutRuntime, sample: Sample, sampling_params: Jso
             if last is not None and (last in runtime.special_token_ids or (is_stop and not is_wanted)):
                 stop_text = runtime.tokenizer.decode([last], skip_special_tokens=False)
                 sample.response = sample.response.removesuffix(stop_text)
+
+        # complete, given up, or to be continued
         if sample.status is not Sample.Status.ABORTED:
-            return None
+            return sample
         # a response that only this module has begun can be continued after a crash; a custom function's cannot
         is_custom = sample.generate_function_path or config.custom_generate_function_path
         if len(result.id_array) and runtime.journal is not None and not is_custom and not evaluating.get():
             await runtime.journal.record_progress(sample)
-        return len(result.id_array)
-
-    await complete(rest, send, take, ticket=current_ticket(), given_up=lambda: state.aborted)
-    return sample
+        if state.aborted:
+            return sample
+        aborts = count_abort(aborts, len(result.id_array), ticket)
 
 
 def new_token_budget(args: Config, sample: Sample, sampling_params: JsonMapping) -> int:
@@ -175,36 +174,24 @@ async def _complete_answer(state: GenerateState, payload: JsonObject, send: Send
     if isinstance(params := payload.get("sampling_params"), dict):
         payload = {**payload, "sampling_params": next_request_params(params)}
     ticket, aborts_before = current_ticket(), state.aborts_asked
-    answer: Any = None
     so_far: JsonObject | None = None  # the parts that can be continued, joined
-
-    def sampled() -> list[int]:
-        return [] if so_far is None else extract_token_ids(so_far) or []
-
-    def rest() -> JsonObject | None:
-        nonlocal answer
-        if so_far is None:
-            return payload
-        ids = payload.get("input_ids")
-        prompt_ids = list(ids) if ids is not None else state.tokenizer.encode(payload["text"])
-        request = continued_payload(payload, prompt_ids, sampled())
-        if request["sampling_params"]["max_new_tokens"]:
-            return request
-        so_far["meta_info"]["finish_reason"] = {"type": "length", "length": len(sampled())}
-        answer = so_far
-        return None
-
-    async def send_part(request: JsonObject) -> Any:
-        version = state.weight_version
-        part = await send(request)
-        for one in part if isinstance(part, list) else [part]:
-            if isinstance(one, dict) and isinstance(one.get("meta_info"), dict):
-                record_origin(one["meta_info"], request, version)
-        return part
-
-    async def take(part: Any, is_masked: bool) -> int | None:
-        nonlocal answer, so_far
-        before = len(sampled())
+    sampled: list[int] = []  # its ids
+    aborts = 0
+    while True:
+        request = payload
+        if so_far is not None:
+            ids = payload.get("input_ids")
+            prompt_ids = list(ids) if ids is not None else state.tokenizer.encode(payload["text"])
+            request = continued_payload(payload, prompt_ids, sampled)
+            if not request["sampling_params"]["max_new_tokens"]:
+                so_far["meta_info"]["finish_reason"] = {"type": "length", "length": len(sampled)}
+                return so_far
+        async with nullcontext(False) if ticket is None else ticket.engine_request() as is_masked:
+            version = state.weight_version
+            part = await send(request)
+            for one in part if isinstance(part, list) else [part]:
+                if isinstance(one, dict) and isinstance(one.get("meta_info"), dict):
+                    record_origin(one["meta_info"], request, version)
         if so_far is not None:
             first, part = so_far, join_responses(so_far, part)
             reason = part["meta_info"].get("finish_reason") or {}
@@ -213,22 +200,18 @@ async def _complete_answer(state: GenerateState, payload: JsonObject, send: Send
                 skip = (payload.get("sampling_params") or {}).get("skip_special_tokens", True)
                 text = state.tokenizer.decode(extract_token_ids(part) or [], skip_special_tokens=skip)
                 part = {**part, "text": text}
+        before = len(sampled)
         parts = part if isinstance(part, list) else [part]  # one per prompt
         is_cut = any(was_aborted(one) for one in parts)
         can_go_on = isinstance(part, dict) and is_single_request(payload) and "meta_info" in part
-        if can_go_on and extract_token_ids(part) is not None:
-            so_far = part
+        if can_go_on and (joined_ids := extract_token_ids(part)) is not None:
+            so_far, sampled = part, joined_ids
         elif is_cut and ticket is not None:
             ticket.thrown_away_tokens += sum(int(one["meta_info"].get("completion_tokens") or 0) for one in parts)
         if is_masked and before:
             part["meta_info"]["masked_until"] = before
-        answer = part
-        return len(sampled()) - before if is_cut else None
-
-    def given_up() -> bool:
-        if state.aborted or (state.aborts_asked != aborts_before and not evaluating.get()):
-            return True
-        return payload.get("rid") is not None and (ticket is None or ticket.gate.is_open)
-
-    await complete(rest, send_part, take, ticket=ticket, given_up=given_up)
-    return answer
+        is_unwanted = state.aborts_asked != aborts_before and not evaluating.get()
+        may_be_aborted = payload.get("rid") is not None and (ticket is None or ticket.gate.is_open)
+        if not is_cut or state.aborted or is_unwanted or may_be_aborted:
+            return part
+        aborts = count_abort(aborts, len(sampled) - before, ticket)

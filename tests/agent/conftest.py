@@ -65,7 +65,7 @@ def make_agent_runtime(folder, run_dir, urls, **flags):
 @pytest.fixture
 def agent_runtime(agent_folder, tmp_path, monkeypatch):
     """`agent_runtime(url, ..., **flags)`: a bound runtime over those engines; engine retries do not wait."""
-    monkeypatch.setattr("slime.rollout.retry.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("slime.engine.http.pool.FIRST_BACKOFF_S", 0.01)
     runtimes = []
 
     def make(*urls, **flags):

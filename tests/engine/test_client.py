@@ -386,20 +386,27 @@ def test_given_up_pool_tries_each_dead_engine_once():
     asyncio.run(main())
 
 
-def test_requests_fail_over_from_an_unreachable_engine():
+@pytest.mark.parametrize("ask", ["generate", "sample"])
+def test_requests_fail_over_from_an_unreachable_engine(ask, monkeypatch):
+    monkeypatch.setattr("slime.engine.http.pool.FIRST_BACKOFF_S", 0.01)
+
+    async def meta_info(pool):
+        answer = await getattr(pool, ask)({}, "key")
+        return answer["meta_info"] if ask == "generate" else answer.meta_info
+
     async def main():
         server = answering()
         async with server.listening():
             pool = EnginePool([f"http://127.0.0.1:{free_port()}", server.url])
             for client in pool.clients:
                 client.connect_retries = 0
-            assert await pool.generate({}, "key") == ANSWER
-            assert await pool.generate({}, "key") == ANSWER
+            assert await meta_info(pool) == ANSWER["meta_info"]
+            assert await meta_info(pool) == ANSWER["meta_info"]
             await pool.aclose()
         pool = EnginePool([f"http://127.0.0.1:{free_port()}"])
         pool.clients[0].connect_retries = 0
         with pytest.raises(EngineUnreachable):
-            await pool.generate({})
+            await meta_info(pool)
         await pool.aclose()
 
     asyncio.run(main())

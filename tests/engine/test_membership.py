@@ -119,7 +119,7 @@ def test_added_engine_gets_requests_and_its_own_key_once_up() -> None:
 def test_requests_of_a_removed_engine_move_to_another() -> None:
     async def use(pool: EnginePool, engines: list[ScriptedEngine]) -> None:
         pool.add(engines[1].url)
-        asking = asyncio.ensure_future(pool.generate_result(payload(), "a group"))
+        asking = asyncio.ensure_future(pool.sample(payload(), "a group"))
         await engines[0].arrived.acquire()
         pool.set_up(engines[1].url)
         await pool.remove(engines[0].url)
@@ -133,7 +133,7 @@ def test_requests_of_a_removed_engine_move_to_another() -> None:
 
 def test_request_waits_for_a_new_engine_after_the_last_is_removed() -> None:
     async def use(pool: EnginePool, engines: list[ScriptedEngine]) -> None:
-        asking = asyncio.ensure_future(pool.generate_result(payload()))
+        asking = asyncio.ensure_future(pool.sample(payload()))
         await engines[0].arrived.acquire()
         await pool.remove(engines[0].url)
         assert not asking.done()
@@ -156,7 +156,7 @@ def test_empty_pool_raises_after_its_patience() -> None:
 
 def test_draining_engine_returns_its_partial_tokens() -> None:
     async def use(pool: EnginePool, engines: list[ScriptedEngine]) -> None:
-        asking = [asyncio.ensure_future(pool.generate_result(payload())) for _ in range(8)]
+        asking = [asyncio.ensure_future(pool.sample(payload())) for _ in range(8)]
         for _ in asking:
             await engines[0].arrived.acquire()
         pool.add(engines[1].url, up=True)

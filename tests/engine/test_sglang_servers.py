@@ -400,7 +400,7 @@ ANSWER = {
 }
 
 
-@pytest.mark.parametrize("ask", ["generate", "generate_result"])
+@pytest.mark.parametrize("ask", ["generate", "sample"])
 def test_routed_pool_sends_requests_to_router_and_commands_to_engines(ask: str) -> None:
     from aiohttp import web
 

@@ -62,7 +62,7 @@ def test_fields_dropped_by_the_router_reach_the_engine(engine: Engine, router: S
 
     async def scenario() -> Any:
         pool = RoutedPool([engine.url], router.url, api_key=router.key)
-        result = await pool.generate_result(generate_payload(PROMPT, params))
+        result = await pool.sample(generate_payload(PROMPT, params))
         await pool.aclose()
         return result
 
@@ -73,7 +73,7 @@ def test_pool_generates_through_the_router_and_aborts_at_the_engine(engine: Engi
     async def scenario() -> Any:
         pool = RoutedPool([engine.url], router.url, api_key=router.key)
         payload = {"input_ids": PROMPT, "sampling_params": LONG, "return_logprob": True}
-        asked = asyncio.ensure_future(pool.generate_result(payload, 7))
+        asked = asyncio.ensure_future(pool.sample(payload, 7))
         await asyncio.to_thread(after_first_tokens, engine)
         await pool.broadcast("abort", abort_all=True)
         result = await asked

@@ -147,7 +147,7 @@ def engine(make_engine):
 @pytest.fixture
 def make_runtime(model_folder, monkeypatch):
     """`make_runtime(urls, **flags)`: a bound runtime over those engines; engine retries have a short backoff."""
-    monkeypatch.setattr("slime.rollout.retry.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("slime.engine.http.pool.FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr("slime.engine.http.transport.FIRST_BACKOFF_S", 0.01)
     runtimes = []
 

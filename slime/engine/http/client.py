@@ -169,7 +169,13 @@ class EngineClient(EngineTransport):
     ) -> JsonObject:
         """``POST /generate`` as is; returns the parsed response. Refused connections are retried with backoff."""
         call = "/generate"
-        body = await self._generated(payload, headers, timeout_s)
+        deadline_s = self.timeout_s if timeout_s is None else timeout_s
+        flag = REQUEST_FLAG if timeout_s is None else None
+        retries = self.connect_retries
+        body = await self._body(
+            "POST", call, payload, deadline_s=deadline_s, flag=flag, headers=headers, connect_retries=retries
+        )
+        self.sampled_at = time.monotonic()
         answer = await self._off_loop(partial(self._parsed, call), body)
         if not isinstance(answer, dict):
             raise EngineProtocolError(self.base_url, call, f"gave an answer that is not an object: {quote(answer)}")
@@ -181,7 +187,17 @@ class EngineClient(EngineTransport):
         def read(body: bytes) -> GenerateResult:
             return GenerateResult.from_json(self._parsed("/generate", body), url=self.base_url)
 
-        return await self._off_loop(read, await self._generated(payload, {**COLUMNS_HEADER, **(headers or {})}))
+        body = await self._body(
+            "POST",
+            "/generate",
+            payload,
+            deadline_s=self.timeout_s,
+            flag=REQUEST_FLAG,
+            headers={**COLUMNS_HEADER, **(headers or {})},
+            connect_retries=self.connect_retries,
+        )
+        self.sampled_at = time.monotonic()
+        return await self._off_loop(read, body)
 
     async def chat(self, payload: JsonObject, *, timeout_s: float | None = None) -> str:
         """``POST /v1/chat/completions``: the text of the first choice, which must have ended by a stop or by its
@@ -199,21 +215,6 @@ class EngineClient(EngineTransport):
         if not isinstance(text, str) or reason not in ("stop", "length"):
             raise EngineProtocolError(self.base_url, call, f"gave no text (it ended with {reason!r}): {quote(answer)}")
         return text
-
-    async def _generated(
-        self, payload: JsonObject, headers: dict[str, str] | None, timeout_s: float | None = None
-    ) -> bytes:
-        body = await self._body(
-            "POST",
-            "/generate",
-            payload,
-            deadline_s=self.timeout_s if timeout_s is None else timeout_s,
-            flag=REQUEST_FLAG if timeout_s is None else None,
-            headers=headers,
-            connect_retries=self.connect_retries,
-        )
-        self.sampled_at = time.monotonic()
-        return body
 
     async def abort(self, rid: str | None = None, *, abort_all: bool = False, timeout_s: float | None = None) -> None:
         """Abort one request by its id, or all of them; their ``/generate`` calls return the tokens sampled so far."""

@@ -24,6 +24,9 @@ from slime.storage.json_types import JsonMapping, JsonObject
 
 T = TypeVar("T")
 
+TRANSIENT_RETRIES = 3
+FAULTY_RETRIES = 8
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 10.0
 _DRAIN_POLL_S = 0.1
 """Interval between aborts while an engine drains: a request may still have been on its way to it."""
 _SUSPECT_S = 5.0
@@ -145,12 +148,42 @@ class EnginePool:
         async with asked as (_, answer):
             return answer
 
-    async def generate_result(self, payload: JsonObject, affinity_key: Hashable | None = None) -> GenerateResult:
-        """Like `generate`, with the response validated and parsed."""
-        pool, headers = self._route(payload, affinity_key)
-        asked = pool._first_reachable(lambda one: one.generate_result(payload, headers=headers), affinity_key)
-        async with asked as (_, result):
-            return result
+    async def sample(
+        self,
+        payload: JsonObject,
+        affinity_key: Hashable | None = None,
+        *,
+        fault_tolerant: bool = False,
+        on_ids: Callable[[list[int]], Awaitable[None]] | None = None,
+    ) -> GenerateResult:
+        """Return what an engine samples for a request: a complete answer, or one that was aborted, with its tokens.
+
+        If the engine cannot be reached, the request goes to each of the others in turn. After another transient error,
+        or if none can be reached, it is sent again with backoff. In a fault-tolerant run, or with `on_ids`, which is
+        called with the new token ids as they arrive, the answer is streamed (`generate_resumable`).
+        """
+        attempts = FAULTY_RETRIES if fault_tolerant else TRANSIENT_RETRIES + 1
+        for attempt in range(attempts):
+            if attempt:
+                await asyncio.sleep(min(FIRST_BACKOFF_S * 2 ** (attempt - (not fault_tolerant)), MAX_BACKOFF_S))
+            try:
+                if fault_tolerant or on_ids is not None:
+                    return await self.generate_resumable(payload, affinity_key, on_ids=on_ids)
+                pool, headers = self._route(payload, affinity_key)
+                tried: list[_Member] = []
+                while True:
+                    await pool._wait_for_engine()
+                    member = pool._pick(affinity_key, tried)
+                    with member.counting():
+                        try:
+                            return await _unless_down(member, member.client.generate_result(payload, headers=headers))
+                        except EngineUnreachable:
+                            if not pool._has_another(member, tried):
+                                raise
+            except EngineError as error:
+                if not error.transient or attempt == attempts - 1:
+                    raise
+        raise AssertionError("unreachable: the last attempt returns or raises")
 
     def _route(
         self, payload: JsonMapping, affinity_key: Hashable | None, *, is_resumable: bool = False
@@ -171,13 +204,17 @@ class EnginePool:
                 try:
                     answer = await _unless_down(member, ask(member.client))
                 except EngineUnreachable:
-                    self._suspect(member)
-                    tried.append(member)
-                    if self._members and all(one in tried for one in self._members):
+                    if not self._has_another(member, tried):
                         raise
                     continue
                 yield member, answer
                 return
+
+    def _has_another(self, member: _Member, tried: list[_Member]) -> bool:
+        """Note that an engine could not be reached, and return whether there is one that was not tried yet."""
+        self._suspect(member)
+        tried.append(member)
+        return not self._members or any(one not in tried for one in self._members)
 
     async def generate_resumable(
         self,
@@ -186,8 +223,8 @@ class EnginePool:
         *,
         on_ids: Callable[[list[int]], Awaitable[None]] | None = None,
     ) -> GenerateResult:
-        """Like `generate_result`, with the response streamed, so that the tokens of an engine that dies, or is marked
-        down while it hangs, are kept: such a response counts as aborted. Without tokens the error is raised.
+        """Request a streamed response, so that the tokens of an engine that dies, or is marked down while it hangs, are
+        kept: such a response counts as aborted and can be continued elsewhere. Without tokens the error is raised.
 
         `on_ids` is called with the ids of each event.
         """
@@ -342,7 +379,7 @@ class EnginePool:
         data: bytes | None = None,
         headers: dict[str, str] | None = None,
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """`EngineClient.open` on the engine that `generate` would choose, or on another one if it is unreachable.
+        """`EngineClient.open` on the engine that `sample` would choose, or on another one if it is unreachable.
 
         Reading the response of an engine that goes down raises `EngineUnreachable`.
         """

@@ -48,7 +48,6 @@ BOXED_PREFIX = "boxed_"
 GIVEN_FUNCTION = "the given reward function"
 FLAG = "--custom-rm-path"
 TIMEOUT_FLAG = "--reward-timeout"
-_JUDGED_BY_WORKERS = ("math", "deepscaler")
 _MAX_CACHED_HUBS = 8
 
 
@@ -110,19 +109,53 @@ class RewardHub:
         """Compute the reward of one sample."""
         args = self.args if args is None else args
         path = self._custom_path(sample)
-        if path is None:
-            rm_type = self._rm_type(sample)
-            source = f"--rm-type {rm_type}"
-            if rm_type.removeprefix(BOXED_PREFIX) in _JUDGED_BY_WORKERS:
+        if path is not None:
+            function = self._function(path)
+            if self._takes_list(sample, function):
+                return (await self._call_with_list(path, function, args, [sample]))[0]
+            return self._checked(await self._call(path, function, args, sample), self._function_name(path), sample)
+
+        rm_type = str(sample.metadata.get("rm_type") or self.settings.rm_type or "").strip()
+        if not rm_type:
+            raise UserError(
+                "samples have no reward; name a verifier with --rm-type or a function with --custom-rm-path"
+            )
+        source, kind = f"--rm-type {rm_type}", rm_type.removeprefix(BOXED_PREFIX)
+        if kind not in RM_TYPES:
+            near = difflib.get_close_matches(rm_type, RM_TYPES, n=1)
+            hint = f" (did you mean {near[0]}?)" if near else ""
+            known = ", ".join(RM_TYPES)
+            raise UserError(f"unknown reward type {rm_type!r}{hint}; known: {known}, each also as boxed_<type>")
+        response, label = sample.response, sample.label
+        if rm_type.startswith(BOXED_PREFIX):
+            response = last_boxed(response) or ""
+        if label is None and compares_with_label(rm_type, sample.metadata):
+            raise UserError(f"--rm-type {rm_type} compares with a label and this sample has none; set --label-key")
+        verdict: object
+        match kind:
+            case "math" | "deepscaler":
                 with waiting(source, "to be judged, perhaps behind others", timeout_s=None):
-                    verdict = await self._builtin(sample)  # its deadline starts when a worker receives the request
-            else:
-                verdict = await self._within_deadline(self._builtin(sample), source)
-            return self._checked(verdict, source, sample, wrong=RewardError)
-        function = self._function(path)
-        if self._takes_list(sample, function):
-            return (await self._call_with_list(path, function, args, [sample]))[0]
-        return self._checked(await self._call(path, function, args, sample), self._function_name(path), sample)
+                    if kind == "math":  # its deadline starts when a worker receives the request
+                        verdict = await self._verifier.grade(sample.response, label)
+                    else:
+                        verdict = await deepscaler_reward(self._verifier, response, label)
+            case "dapo":
+                verdict = dapo_reward(response, label)
+            case "f1":
+                verdict = f1_reward(response, label)
+            case "gpqa":
+                verdict = gpqa_reward(response, label, sample.metadata)
+            case "random":
+                verdict = random_reward()
+            case "ifbench":
+                judging = asyncio.to_thread(ifbench_reward, response, label, sample.metadata)
+                verdict = await self._within_deadline(judging, source)
+            case _:
+                if not self.settings.rm_url:
+                    raise UserError("--rm-type remote_rm needs the reward server's address in --rm-url")
+                asking = RemoteReward(self.settings.rm_url).score(sample, response)
+                verdict = await self._within_deadline(asking, source)
+        return self._checked(verdict, source, sample, wrong=RewardError)
 
     async def score_group(self, samples: Sequence[Sample], args: argparse.Namespace | None = None) -> list[Reward]:
         """Compute the rewards of several samples, in order; an error is raised after all calls have finished."""
@@ -263,50 +296,6 @@ class RewardHub:
             if key is not None and key in reward:
                 _finite_number(reward[key], f"the reward's {key}", source, sample, wrong)
         return reward
-
-    def _rm_type(self, sample: Sample) -> str:
-        """Built-in reward type of a sample: that of its metadata, or of the flag."""
-        rm_type = str(sample.metadata.get("rm_type") or self.settings.rm_type or "").strip()
-        if not rm_type:
-            raise UserError(
-                "samples have no reward; name a verifier with --rm-type or a function with --custom-rm-path"
-            )
-        return rm_type
-
-    async def _builtin(self, sample: Sample) -> object:
-        """Score a sample with a built-in verifier."""
-        rm_type = self._rm_type(sample)
-        response = sample.response
-        kind = rm_type.removeprefix(BOXED_PREFIX)
-        if kind not in RM_TYPES:
-            near = difflib.get_close_matches(rm_type, RM_TYPES, n=1)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            known = ", ".join(RM_TYPES)
-            raise UserError(f"unknown reward type {rm_type!r}{hint}; known: {known}, each also as boxed_<type>")
-        if rm_type.startswith(BOXED_PREFIX):
-            response = last_boxed(response) or ""
-        if sample.label is None and compares_with_label(rm_type, sample.metadata):
-            raise UserError(f"--rm-type {rm_type} compares with a label and this sample has none; set --label-key")
-        match kind:
-            case "math":
-                if rm_type.startswith(BOXED_PREFIX):
-                    return await self._verifier.grade_answer(response, sample.label)
-                return await self._verifier.grade(response, sample.label)
-            case "deepscaler":
-                return await deepscaler_reward(self._verifier, response, sample.label)
-            case "dapo":
-                return dapo_reward(response, sample.label)
-            case "f1":
-                return f1_reward(response, sample.label)
-            case "gpqa":
-                return gpqa_reward(response, sample.label, sample.metadata)
-            case "ifbench":
-                return await asyncio.to_thread(ifbench_reward, response, sample.label, sample.metadata)
-            case "random":
-                return random_reward()
-        if not self.settings.rm_url:
-            raise UserError("--rm-type remote_rm needs the reward server's address in --rm-url")
-        return await RemoteReward(self.settings.rm_url).score(sample, response)
 
 
 class HubCache:
