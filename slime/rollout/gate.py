@@ -1,7 +1,9 @@
 """Dispatch gate between training samples and the engines: open during a rollout, closed between two rollouts.
 
 With `--partial-rollout`, groups with a custom generate function have a ticket and stay alive while the gate is closed.
-The gate decides only whether a request may be sent; `slime.rollout.generate` continues requests that it cut off.
+The gate decides only whether a request may be sent. The generate function, the requests of plugins and the turns of
+agents each ask for the rest of an answer that was cut off in a loop: a request waits at the gate of its ticket, its
+tokens are kept, and `count_abort` limits the aborts.
 
 Invariant: no request with a ticket is at an engine while the gate is closed and idle. Evaluation always passes.
 """
@@ -16,6 +18,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from slime.cluster.watchdog import waiting
+from slime.engine.http.protocol import sampling_seed
+from slime.storage.json_types import JsonMapping, JsonObject
+
+MAX_RESUMES = 16
+"""How often in a row engines may abort a request that the run still needs, without a new token.
+
+With elastic engines a long answer is cut off often, but makes progress in between.
+"""
 
 evaluating: ContextVar[bool] = ContextVar("evaluating", default=False)
 _ticket: ContextVar[Ticket | None] = ContextVar("ticket", default=None)
@@ -221,3 +231,37 @@ class Ticket:
 def current_ticket() -> Ticket | None:
     """Return the ticket of the current group; None in an evaluation."""
     return None if evaluating.get() else _ticket.get()
+
+
+class AbortedTooOften(Exception):
+    """Engines repeatedly aborted a request that the run still needs."""
+
+
+class RequestSeeds:
+    """Gives each request of a sample its own seed, derived from the seed in the sample's sampling parameters."""
+
+    def __init__(self, seed: int | None, begun: int = 0) -> None:
+        self._seed = seed
+        self._requests = begun
+
+    def apart(self, params: JsonMapping) -> JsonObject:
+        """Return the parameters of the next request; if they have the sample's seed, it is replaced by a new one."""
+        if self._seed is None or params.get("sampling_seed") != self._seed:
+            return dict(params)
+        self._requests += 1
+        own = self._seed if self._requests == 1 else sampling_seed(self._seed, "request", self._requests)
+        return {**params, "sampling_seed": own}
+
+
+def count_abort(aborts: int, sampled: int, ticket: Ticket | None) -> int:
+    """Return the number of aborts in a row without a new token, after one more that brought `sampled` tokens.
+
+    Raises `AbortedTooOften` instead of counting the `MAX_RESUMES`th. An abort counts only if the ticket's gate is open:
+    a gate that closes cuts requests off itself.
+    """
+    if ticket is not None and not ticket.gate.is_open:
+        return aborts
+    aborts = 0 if sampled else aborts + 1
+    if aborts == MAX_RESUMES:
+        raise AbortedTooOften(f"the engine aborted this request {MAX_RESUMES} times in a row without a new token")
+    return aborts

@@ -28,8 +28,7 @@ from slime.engine.http.protocol import (
     routed_experts_fields,
     was_aborted,
 )
-from slime.rollout.gate import current_ticket, evaluating
-from slime.rollout.retry import RequestSeeds, count_abort
+from slime.rollout.gate import RequestSeeds, count_abort, current_ticket, evaluating
 from slime.rollout.runtime import RolloutRuntime, state_of_engine
 from slime.rollout.state import GenerateState
 from slime.storage.json_types import JsonMapping, JsonObject

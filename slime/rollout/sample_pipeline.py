@@ -24,7 +24,7 @@ from slime.data.validation import keep_bad_sample
 from slime.engine.http.client import EngineError
 from slime.engine.http.protocol import sampling_seed
 from slime.errors import UserError
-from slime.rollout.gate import SampleClock, SampleTimeout, as_evaluation, current_ticket
+from slime.rollout.gate import MAX_RESUMES, AbortedTooOften, SampleClock, SampleTimeout, as_evaluation, current_ticket
 from slime.rollout.generate import generate, set_sample_seed
 from slime.rollout.metrics import has_number
 from slime.rollout.outcomes import (
@@ -38,7 +38,6 @@ from slime.rollout.outcomes import (
     mark_failed,
     reset_to_prompt,
 )
-from slime.rollout.retry import MAX_RESUMES, AbortedTooOften
 from slime.rollout.rewards.remote import Teacher
 from slime.rollout.runtime import RolloutRuntime, accepts
 from slime.storage.json_types import JsonObject

@@ -8,8 +8,7 @@ import pytest
 from slime.agent.session.turn import AnswerReader, Detokenizer, EngineSampler
 from slime.engine.http.pool import EnginePool
 from slime.models.parsers.formats import Formats, make_parser
-from slime.rollout.gate import Gate, Ticket
-from slime.rollout.retry import AbortedTooOften
+from slime.rollout.gate import AbortedTooOften, Gate, Ticket
 from tests.agent.scripted_engine import Script, ScriptedEngine, Turn, log_prob
 from tests.tiny_models import make_tokenizer
 

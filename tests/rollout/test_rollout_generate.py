@@ -8,9 +8,8 @@ from aiohttp import web
 from slime.data.sample import Sample
 from slime.engine.http.client import EngineFailed, EngineRejected, EngineUnreachable
 from slime.engine.http.protocol import sampling_seed
-from slime.rollout.gate import as_evaluation
+from slime.rollout.gate import AbortedTooOften, as_evaluation
 from slime.rollout.generate import PromptFillsContext, generate
-from slime.rollout.retry import AbortedTooOften
 from slime.rollout.sample_pipeline import generate_and_rm_group
 
 

@@ -40,7 +40,7 @@ from slime.cluster.http_server import Connections
 from slime.engine.http.codec import parse_json
 from slime.engine.http.errors import EngineError, EngineRejected
 from slime.models.parsers.events import Event
-from slime.rollout.retry import AbortedTooOften
+from slime.rollout.gate import AbortedTooOften
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

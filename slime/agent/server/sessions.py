@@ -27,8 +27,7 @@ from slime.agent.session.tree import Decision, Turn, decide
 from slime.agent.session.turn import EngineSampler, OnEvents, RecordedTurn, take_turn
 from slime.agent.session.turn_journal import Attempt, TurnJournal
 from slime.engine.http.pool import EnginePool
-from slime.rollout.gate import Gate, Ticket
-from slime.rollout.retry import RequestSeeds
+from slime.rollout.gate import Gate, RequestSeeds, Ticket
 from slime.storage.json_types import JsonMapping
 
 MOST_TURNS = 4096

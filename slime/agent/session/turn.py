@@ -13,6 +13,7 @@ import asyncio
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -31,9 +32,8 @@ from slime.engine.http.protocol import (
     routed_experts_fields,
 )
 from slime.models.parsers.events import Event, OutputParser, ParsedOutput, gathered
-from slime.rollout.gate import Ticket
+from slime.rollout.gate import Ticket, count_abort
 from slime.rollout.outcomes import GivenUp
-from slime.rollout.retry import complete, request_completion
 from slime.storage.json_types import JsonMapping, JsonObject
 
 if TYPE_CHECKING:
@@ -172,35 +172,29 @@ class EngineSampler:
         parts: list[GenerateResult] = []
         sampled = masked_until = 0
 
-        def rest() -> JsonObject | None:
-            if sampled and sampled >= params["max_new_tokens"]:
-                return None
+        aborts = 0
+        while not sampled or sampled < params["max_new_tokens"]:
             input_ids = np.concatenate([ids, *(part.id_array for part in parts)]) if parts else ids
             left = continued_params(params, sampled)
-            return {"input_ids": input_ids, "sampling_params": left, "return_logprob": True, **routing}
-
-        async def send(request: JsonObject) -> GenerateResult:
-            version, rid = self._version(), uuid.uuid4().hex
-            request["rid"] = rid
-            self._at_engines.add(rid)
-            try:
-                part = await request_completion(
-                    self._pool, request, affinity, fault_tolerant=self._fault_tolerant, on_ids=on_ids
-                )
-            finally:
-                self._at_engines.discard(rid)
-            record_origin(part.meta_info, request, version)
-            return part
-
-        async def take(part: GenerateResult, is_masked: bool) -> int | None:
-            nonlocal sampled, masked_until
+            request = {"input_ids": input_ids, "sampling_params": left, "return_logprob": True, **routing}
+            async with nullcontext(False) if self._ticket is None else self._ticket.engine_request() as is_masked:
+                version, rid = self._version(), uuid.uuid4().hex
+                request["rid"] = rid
+                self._at_engines.add(rid)
+                try:
+                    part = await self._pool.sample(
+                        request, affinity, fault_tolerant=self._fault_tolerant, on_ids=on_ids
+                    )
+                finally:
+                    self._at_engines.discard(rid)
+                record_origin(part.meta_info, request, version)
             if is_masked:
                 masked_until = sampled
             parts.append(part)
             sampled += len(part.id_array)
-            return len(part.id_array) if part.finish_type == "abort" else None
-
-        await complete(rest, send, take, ticket=self._ticket, given_up=self._given_up)
+            if part.finish_type != "abort" or self._given_up():
+                break
+            aborts = count_abort(aborts, len(part.id_array), self._ticket)
         answer = GenerateResult.joined(parts, "".join(part.text for part in parts))
         if answer.finish_type == "abort" and sampled and sampled >= params["max_new_tokens"]:
             answer = replace(answer, finish_type="length")
