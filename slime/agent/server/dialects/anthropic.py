@@ -23,8 +23,8 @@ from slime.agent.server.dialects.request_fields import (
     BodyField,
     add_message,
     choice_notes,
+    hosted_tool_note,
     parsed_arguments,
-    replace_surrogates,
 )
 from slime.models.openai_api import function_names
 from slime.models.parsers.events import CallArguments, CallBegun, Event, Reasoning, Text
@@ -257,9 +257,8 @@ def _tools(given: BodyField) -> tuple[tuple[JsonMapping, ...], tuple[str, ...]]:
     notes = []
     for tool in given.items(optional=True):
         kind = tool["type"].value or "custom"
-        if isinstance(kind, str) and kind.startswith(HOSTED):
-            shown = replace_surrogates(kind)
-            notes.append(f"the tool {shown!r} is run by Anthropic's service and is ignored here")
+        if (note := hosted_tool_note(kind, HOSTED, "Anthropic")) is not None:
+            notes.append(note)
         elif kind != "custom":
             raise tool["type"].bad("only tools with a name and an input_schema are offered here: declare it as one")
         else:

@@ -128,13 +128,23 @@ class ChatCompletions(Dialect):
             add_message(messages, _message(entry))
         if not messages:
             raise fields["messages"].bad("must have at least one message")
+        parallel = fields["parallel_tool_calls"].flag(True)
+        longest = fields["max_tokens"].whole(1) if longest is None else longest
+        params = fields.sampling_params(_NUMBERS, _COUNTS)
+        if "stop" in fields and (stop := fields["stop"].text_or_texts()):
+            params["stop"] = stop
+        if fields["stop_token_ids"].value:
+            ids = [entry.value for entry in fields["stop_token_ids"].items()]
+            if not all(isinstance(token, int) for token in ids):
+                raise fields["stop_token_ids"].bad("must be a list of token ids")
+            params["stop_token_ids"] = ids
         request = TurnRequest(
             messages=tuple(messages),
             tools=tuple(tools),
             tool_choice=tool_choice,
-            parallel_tool_calls=fields["parallel_tool_calls"].flag(True),
-            max_tokens=longest if longest is not None else fields["max_tokens"].whole(1),
-            params=_sampling_params(fields),
+            parallel_tool_calls=parallel,
+            max_tokens=longest,
+            params=params,
         )
         return Asked(
             request=request,
@@ -174,19 +184,6 @@ def finish_reason(finished: FinishedTurn) -> str:
 def _usage(finished: FinishedTurn) -> JsonObject:
     usage = finished.usage
     return usage_json(usage.prompt, usage.cached, usage.completion, usage.reasoning)
-
-
-def _sampling_params(fields: BodyField) -> JsonObject:
-    """The sampling parameters that the client has set, by SGLang's names."""
-    params = fields.sampling_params(_NUMBERS, _COUNTS)
-    if "stop" in fields and (stop := fields["stop"].text_or_texts()):
-        params["stop"] = stop
-    if fields["stop_token_ids"].value:
-        ids = [entry.value for entry in fields["stop_token_ids"].items()]
-        if not all(isinstance(token, int) for token in ids):
-            raise fields["stop_token_ids"].bad("must be a list of token ids")
-        params["stop_token_ids"] = ids
-    return params
 
 
 def _check_chat_features(fields: BodyField) -> None:

@@ -164,3 +164,10 @@ def choice_notes(choice: str) -> tuple[str, ...]:
     if choice in ("auto", "none"):
         return ()
     return (f"tool_choice {choice!r} is not forced on the model: what is trained on is sampled freely",)
+
+
+def hosted_tool_note(kind: object, hosted: tuple[str, ...], company: str) -> str | None:
+    """A note about a tool that only the company's own service runs and that is ignored; None for any other tool."""
+    if not isinstance(kind, str) or not kind.startswith(hosted):
+        return None
+    return f"the tool {replace_surrogates(kind)!r} is run by {company}'s service and is ignored here"

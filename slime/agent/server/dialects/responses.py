@@ -32,8 +32,8 @@ from slime.agent.server.dialects.request_fields import (
     BodyField,
     add_message,
     choice_notes,
+    hosted_tool_note,
     parsed_arguments,
-    replace_surrogates,
 )
 from slime.models.openai_api import function_names
 from slime.models.parsers.events import CallArguments, CallBegun, Event, Reasoning, Text
@@ -349,9 +349,8 @@ class _Tools:
 
     def _add(self, tool: BodyField, space: str | None) -> None:
         kind = tool["type"].value
-        if isinstance(kind, str) and kind.startswith(HOSTED):
-            shown = replace_surrogates(kind)
-            self.notes.append(f"the tool {shown!r} is run by OpenAI's service and is ignored here")
+        if (note := hosted_tool_note(kind, HOSTED, "OpenAI")) is not None:
+            self.notes.append(note)
             return
         if kind not in ("function", "custom"):
             raise tool["type"].bad("only function, custom and namespace tools are offered here")
