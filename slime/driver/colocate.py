@@ -51,7 +51,8 @@ class GpuTimeSharing:
     def to_publishing(self) -> None:
         """Make the engines ready to receive weights."""
         self._enter("publish")
-        self._resume(WEIGHTS)
+        if WEIGHTS in self._away:
+            self._resume(WEIGHTS)
 
     def to_rollout(self) -> None:
         """Offload the trainers, then give the engines all of their memory back."""
@@ -60,8 +61,8 @@ class GpuTimeSharing:
             with self._timed("sleep"), self._parts.trainers_at_work():
                 self._parts.trainers.call("sleep")
                 self._are_asleep = True
-        self._resume(WEIGHTS)
-        self._resume(CACHE)
+        for tag in self._away.copy():
+            self._resume(tag)
         self._enter("rollout")
 
     def metrics(self) -> dict[str, float]:
@@ -73,10 +74,9 @@ class GpuTimeSharing:
         return found | ({} if self._memory is None else self._memory.peaks())
 
     def _resume(self, tag: str) -> None:
-        if tag in self._away:
-            with self._timed(f"resume_{tag}"):
-                self._on_engines("resume_memory", [tag])
-                self._away.remove(tag)
+        with self._timed(f"resume_{tag}"):
+            self._on_engines("resume_memory", [tag])
+            self._away.remove(tag)
 
     def _on_engines(self, method: str, *args: object, **kwargs: object) -> None:
         runtime = self._parts.runtime
