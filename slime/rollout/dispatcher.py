@@ -47,8 +47,8 @@ from slime.rollout.outcomes import (
     sampled_tokens,
     set_source_rollout_id,
 )
+from slime.rollout.rewards.hub import refuse_bad_rewards
 from slime.rollout.runtime import RolloutRuntime
-from slime.rollout.sample_pipeline import refuse_bad_rewards
 from slime.rollout.staleness import group_version, is_stale, is_too_old, prompts_of
 from slime.rollout.state import InflightGroup
 

@@ -16,10 +16,12 @@ from slime.data.chat_template import model_context_length
 from slime.data.prompt_rows import BY_RM_TYPE, LabelUse, label_use_of_verifier
 from slime.data.prompts import PromptDataset
 from slime.data.sample import Reward, Sample
+from slime.rollout.event_loop import gather_or_cancel
 from slime.rollout.metrics import eval_metrics
 from slime.rollout.outcomes import EvalResult, RolloutFailed, RolloutFnEvalOutput, leaves, refuse_all_failed
+from slime.rollout.rewards.hub import refuse_bad_rewards
 from slime.rollout.runtime import EvalPrompts, RolloutRuntime, runtime_for
-from slime.rollout.sample_pipeline import gather_or_cancel, generate_and_rm_group, refuse_bad_rewards
+from slime.rollout.sample_pipeline import generate_and_rm_group
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

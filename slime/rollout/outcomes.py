@@ -1,14 +1,9 @@
-"""Validates the results of user functions, and defines groups, failures and the output types of rollout functions.
+"""Groups, failures as typed outcomes, the owners of samples, and the output types of rollout functions.
 
 A failed sample is an outcome with a cause, not a reward of 0, and it does not end the run. A rollout function is
 `f(args, rollout_id, data_source, evaluation=False)`; `call_rollout_fn` calls it and wraps what older plugins return
 (bare samples, or a bare evaluation dict) in the output types.
 
-Invariant: the identity of a sample (group, index, rollout, session, row of the journal) comes from the dispatched
-sample and is never read from the result. A new `Sample`, or a list of them, replaces the dispatched one. All samples
-from one dispatched sample share a rollout id and are different objects, and no object belongs to two dispatched samples
-(`SampleOwners`). A sample with inconsistent fields becomes a failure with its cause. It is never journaled as data, so
-a restart does not read it.
 Invariant: a sample marked as failed here has status FAILED, a cause, no reward and `remove_sample`, so training leaves
 it out of group statistics and gradients. The run stops (`RolloutFailed`) only if every sample of a rollout failed.
 """
@@ -29,10 +24,8 @@ from typing import Any, Protocol
 from slime.data.buffer import JournaledSource
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSource
-from slime.data.validation import BadSample, Bounds, check_sample, reset_invalid_fields
 from slime.engine.http.client import EngineError
 from slime.errors import RunFailed
-from slime.rollout.gate import evaluating
 from slime.storage.json_types import JsonObject
 
 logger = logging.getLogger(__name__)
@@ -234,23 +227,6 @@ def sampled_tokens(group: Group) -> int:
     return sum(sample.effective_response_length for sample in leaves(group))
 
 
-_IDENTITY_FIELDS = ("group_index", "index", "rollout_id", "session_id", "journal_id")
-_INHERITED_FIELDS = (
-    "prompt",
-    "label",
-    "metadata",
-    "apply_chat_template_kwargs",
-    "multimodal_inputs",
-    "generate_function_path",
-    "custom_rm_path",
-    "task",
-)
-"""Fields that a new sample takes from its dispatched sample, unless it sets them itself."""
-
-_STATUSES = {status.value for status in Sample.Status}
-_ENDED_WELL = (Sample.Status.COMPLETED, Sample.Status.TRUNCATED)
-
-
 OwnerKey = tuple[bool, str | None, int | None, int | None]
 """Key of a dispatched sample: is in an evaluation, session id, group index, index."""
 
@@ -279,118 +255,3 @@ class SampleOwners:
                 del self._owners[place]
 
         self._owners[place] = weakref.ref(sample, forget), owner
-
-
-class DispatchedSample:
-    """A sample as it was dispatched; all results of its generation belong to it."""
-
-    def __init__(self, sample: Sample, claims: SampleOwners | None = None, *, is_checked: bool = False) -> None:
-        self._sample = sample
-        self._claims = SampleOwners() if claims is None else claims
-        self._key = (evaluating.get(), sample.session_id, sample.group_index, sample.index)
-        self._claims.take(sample, self._key)
-        self._given = {name: getattr(sample, name) for name in _IDENTITY_FIELDS}
-        self._inherited = {name: getattr(sample, name) for name in _INHERITED_FIELDS}
-        self._prompt: list[int] = []
-        try:
-            if not is_checked:
-                check_sample(sample)
-        except BadSample:
-            return
-        self._prompt = prompt_tokens(sample)
-
-    def claim_result(self, result: object, who: str) -> Produced:
-        """Check what `who` returned (one or several samples), assign all of it to this origin, and return it.
-
-        A sample that occurs twice in the list is replaced by a copy the second time.
-        """
-        if isinstance(result, Sample):
-            self.claim(result, who)
-            return result
-        if not isinstance(result, list) or not result or not all(isinstance(item, Sample) for item in result):
-            raise TypeError(f"{who} must return a Sample or a list of them, not {result!r:.200}")
-        if len(result) > 1 and self._given["rollout_id"] is None:
-            self._given["rollout_id"] = self._given["index"]
-        seen: set[int] = set()
-        siblings: list[Sample] = []
-        for sample in result:
-            self._refuse_taken(sample, who)
-            siblings.append(copy.deepcopy(sample) if id(sample) in seen else sample)
-            seen.add(id(sample))
-        for sibling in siblings:
-            self.claim(sibling, who)
-        return siblings
-
-    def claim(self, sample: Sample, who: str, siblings: Sequence[Sample] = ()) -> None:
-        """Assign a sample to this origin; a status given as its string value becomes a `Sample.Status`.
-
-        Raises `SampleTaken`, without a change, for a sample of another origin or one of the `siblings`.
-        """
-        self._refuse_taken(sample, who, siblings)
-        self._claims.take(sample, self._key)
-        if isinstance(sample.status, str) and sample.status in _STATUSES:
-            sample.status = Sample.Status(sample.status)
-        for name, value in self._given.items():
-            setattr(sample, name, value)
-        if sample is self._sample:
-            return
-        for name, value in self._inherited.items():
-            if not getattr(sample, name):
-                setattr(sample, name, copy.deepcopy(value))
-
-    def _refuse_taken(self, sample: Sample, who: str, siblings: Sequence[Sample] = ()) -> None:
-        owner = self._claims.owner(sample)
-        if any(sample is sibling for sibling in siblings):
-            already = "another sample of its fan-out"
-        elif owner is not None and owner != self._key:
-            already = f"sample {owner[-1]} of group {owner[-2]}"
-        else:
-            return
-        raise SampleTaken(
-            f"{who} returned for sample {self._given['index']} an object that is already {already}: return the sample "
-            "it was given, or a copy.deepcopy of a result that it keeps"
-        )
-
-    def again(self, given_up: Sample) -> Sample:
-        """Return the sample for the next call of the function: the aborted one, or the dispatched one from its prompt.
-
-        The dispatched one is used if the function replaced the prompt, because it expects the original prompt.
-        """
-        if given_up.prompt == self._inherited["prompt"]:
-            return given_up
-        for name, value in {**self._given, **self._inherited}.items():
-            setattr(self._sample, name, value)
-        self.forget_response(self._sample)
-        self._sample.status, self._sample.reward = Sample.Status.ABORTED, None
-        return self._sample
-
-    def forget_response(self, sample: Sample) -> None:
-        """Reset a result to the dispatched prompt."""
-        reset_invalid_fields(sample)
-        forget_response(sample, self._prompt)
-
-    def settle(self, produced: Produced, stage: str, log: FailureLog, bounds: Bounds) -> None:
-        """Mark samples that `stage` left in an invalid state as failed, and give every failed sample a cause."""
-        for sample in leaves([produced]):
-            cause = sample.failure
-            try:
-                check_sample(sample, bounds)
-            except BadSample as error:
-                self.forget_response(sample)
-                cause = cause or log.record(stage, error)
-                sample.status = Sample.Status.FAILED
-            if sample.status is Sample.Status.FAILED:
-                mark_failed([sample], str(cause or f"{stage}: the {stage} function gave this sample up"))
-            elif sample.status is Sample.Status.PENDING:
-                sample.status = Sample.Status.COMPLETED  # the function has returned
-
-
-def is_settled(sample: Sample, bounds: Bounds) -> bool:
-    """Return whether a sample is complete and valid, so that `settle` would not change it."""
-    if sample.status not in _ENDED_WELL:
-        return False
-    try:
-        check_sample(sample, bounds)
-    except BadSample:
-        return False
-    return True

@@ -24,19 +24,19 @@ from slime.config.flags.rollout import ONE_STEP
 from slime.data.buffer import JournaledSource
 from slime.data.sample import Sample
 from slime.data.source import observes
+from slime.data.validation import BadSample, Bounds, check_sample
 from slime.errors import UserError
 from slime.rollout.debug_data import save_rollout
 from slime.rollout.dispatcher import Dispatcher
 from slime.rollout.metrics import rollout_metrics
 from slime.rollout.outcomes import (
-    DispatchedSample,
     RolloutFnTrainOutput,
     call_rollout_fn,
-    is_settled,
     leaves,
     refuse_all_failed,
 )
 from slime.rollout.runtime import RolloutRuntime
+from slime.rollout.sample_pipeline import DispatchedSample
 from slime.rollout.staleness import staleness_metrics
 from slime.storage.json_types import JsonObject
 
@@ -163,7 +163,7 @@ class RolloutMaker(RolloutFeed):
                         "vocabulary, but training takes log-probs over all of it, which biases the gradient: sample "
                         "without top-p, or accept that with --allow-biased-sampling"
                     )
-                if self._is_foreign and not is_settled(one, runtime.bounds):
+                if self._is_foreign and not _is_settled(one, runtime.bounds):
                     DispatchedSample(one).settle(one, "rollout", runtime.failures, runtime.bounds)
             if self._is_foreign:
                 refuse_all_failed(samples, f"rollout {rollout_id}")
@@ -183,6 +183,17 @@ class RolloutMaker(RolloutFeed):
 
 def _holds_samples(nested: object) -> bool:
     return all(map(_holds_samples, nested)) if isinstance(nested, list | tuple) else isinstance(nested, Sample)
+
+
+def _is_settled(sample: Sample, bounds: Bounds) -> bool:
+    """Return whether a sample is complete and valid, so that `settle` would not change it."""
+    if sample.status not in (Sample.Status.COMPLETED, Sample.Status.TRUNCATED):
+        return False
+    try:
+        check_sample(sample, bounds)
+    except BadSample:
+        return False
+    return True
 
 
 class OneStepAheadFeed(RolloutFeed):

@@ -3,6 +3,11 @@
 Invariant: every dispatched sample comes back exactly once, as data, as ABORTED (to be resumed), or as a failure with
 its cause. Exceptions of generate functions, hooks and reward functions become failures here. Only a `UserError` (no
 sample of the run could succeed) and cancellation are passed on.
+Invariant: the identity of a sample (group, index, rollout, session, row of the journal) comes from the dispatched
+sample and is never read from the result. A new `Sample`, or a list of them, replaces the dispatched one. All samples
+from one dispatched sample share a rollout id and are different objects, and no object belongs to two dispatched samples
+(`SampleOwners`). A sample with inconsistent fields becomes a failure with its cause. It is never journaled as data, so
+a restart does not read it.
 """
 
 from __future__ import annotations
@@ -11,39 +16,45 @@ import asyncio
 import copy
 import math
 import uuid
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import SupportsFloat, TypeGuard, TypeVar
 
 from slime.cluster.watchdog import acting_as
-from slime.config import Config
-from slime.config.flags.rollout import compares_with_label
 from slime.data.sample import Sample
 from slime.data.trace import trace_next_attempt
-from slime.data.validation import keep_bad_sample
-from slime.engine.http.client import EngineError
+from slime.data.validation import BadSample, Bounds, check_sample, reset_invalid_fields
 from slime.engine.http.protocol import sampling_seed
 from slime.errors import UserError
-from slime.rollout.gate import MAX_RESUMES, AbortedTooOften, SampleClock, SampleTimeout, as_evaluation, current_ticket
+from slime.rollout.event_loop import gather_or_cancel
+from slime.rollout.gate import (
+    MAX_RESUMES,
+    AbortedTooOften,
+    SampleClock,
+    SampleTimeout,
+    as_evaluation,
+    current_ticket,
+    evaluating,
+)
 from slime.rollout.generate import generate, set_sample_seed
-from slime.rollout.metrics import has_number
 from slime.rollout.outcomes import (
-    DispatchedSample,
+    FailureLog,
     GivenUp,
     Group,
     Nested,
     Produced,
+    SampleOwners,
+    SampleTaken,
     detached_copy,
+    forget_response,
     leaves,
     mark_failed,
+    prompt_tokens,
     reset_to_prompt,
 )
-from slime.rollout.rewards.remote import Teacher
+from slime.rollout.rewards.hub import is_number
 from slime.rollout.runtime import RolloutRuntime, accepts
 from slime.storage.json_types import JsonObject
 from slime.storage.sqlite_store import JournalFailed
-
-T = TypeVar("T")
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 """Backoff between two calls of a generate function that returns its sample as aborted during the rollout."""
@@ -163,19 +174,127 @@ async def generate_and_rm(
         return produced
 
 
-async def gather_or_cancel(work: Iterable[Awaitable[T]]) -> list[T]:
-    """Return the results in order; on an error the others are cancelled and awaited before it is raised."""
-    tasks = [asyncio.ensure_future(one) for one in work]
-    try:
-        return await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
+# generate functions, and what they return
 
 
-# generate function
+_IDENTITY_FIELDS = ("group_index", "index", "rollout_id", "session_id", "journal_id")
+_INHERITED_FIELDS = (
+    "prompt",
+    "label",
+    "metadata",
+    "apply_chat_template_kwargs",
+    "multimodal_inputs",
+    "generate_function_path",
+    "custom_rm_path",
+    "task",
+)
+"""Fields that a new sample takes from its dispatched sample, unless it sets them itself."""
+
+_STATUSES = {status.value for status in Sample.Status}
+
+
+class DispatchedSample:
+    """A sample as it was dispatched; all results of its generation belong to it."""
+
+    def __init__(self, sample: Sample, claims: SampleOwners | None = None, *, is_checked: bool = False) -> None:
+        self._sample = sample
+        self._claims = SampleOwners() if claims is None else claims
+        self._key = (evaluating.get(), sample.session_id, sample.group_index, sample.index)
+        self._claims.take(sample, self._key)
+        self._given = {name: getattr(sample, name) for name in _IDENTITY_FIELDS}
+        self._inherited = {name: getattr(sample, name) for name in _INHERITED_FIELDS}
+        self._prompt: list[int] = []
+        try:
+            if not is_checked:
+                check_sample(sample)
+        except BadSample:
+            return
+        self._prompt = prompt_tokens(sample)
+
+    def claim_result(self, result: object, who: str) -> Produced:
+        """Check what `who` returned (one or several samples), assign all of it to this origin, and return it.
+
+        A sample that occurs twice in the list is replaced by a copy the second time.
+        """
+        if isinstance(result, Sample):
+            self.claim(result, who)
+            return result
+        if not isinstance(result, list) or not result or not all(isinstance(item, Sample) for item in result):
+            raise TypeError(f"{who} must return a Sample or a list of them, not {result!r:.200}")
+        if len(result) > 1 and self._given["rollout_id"] is None:
+            self._given["rollout_id"] = self._given["index"]
+        seen: set[int] = set()
+        siblings: list[Sample] = []
+        for sample in result:
+            self._refuse_taken(sample, who)
+            siblings.append(copy.deepcopy(sample) if id(sample) in seen else sample)
+            seen.add(id(sample))
+        for sibling in siblings:
+            self.claim(sibling, who)
+        return siblings
+
+    def claim(self, sample: Sample, who: str, siblings: Sequence[Sample] = ()) -> None:
+        """Assign a sample to this origin; a status given as its string value becomes a `Sample.Status`.
+
+        Raises `SampleTaken`, without a change, for a sample of another origin or one of the `siblings`.
+        """
+        self._refuse_taken(sample, who, siblings)
+        self._claims.take(sample, self._key)
+        if isinstance(sample.status, str) and sample.status in _STATUSES:
+            sample.status = Sample.Status(sample.status)
+        for name, value in self._given.items():
+            setattr(sample, name, value)
+        if sample is self._sample:
+            return
+        for name, value in self._inherited.items():
+            if not getattr(sample, name):
+                setattr(sample, name, copy.deepcopy(value))
+
+    def _refuse_taken(self, sample: Sample, who: str, siblings: Sequence[Sample] = ()) -> None:
+        owner = self._claims.owner(sample)
+        if any(sample is sibling for sibling in siblings):
+            already = "another sample of its fan-out"
+        elif owner is not None and owner != self._key:
+            already = f"sample {owner[-1]} of group {owner[-2]}"
+        else:
+            return
+        raise SampleTaken(
+            f"{who} returned for sample {self._given['index']} an object that is already {already}: return the sample "
+            "it was given, or a copy.deepcopy of a result that it keeps"
+        )
+
+    def again(self, given_up: Sample) -> Sample:
+        """Return the sample for the next call of the function: the aborted one, or the dispatched one from its prompt.
+
+        The dispatched one is used if the function replaced the prompt, because it expects the original prompt.
+        """
+        if given_up.prompt == self._inherited["prompt"]:
+            return given_up
+        for name, value in {**self._given, **self._inherited}.items():
+            setattr(self._sample, name, value)
+        self.forget_response(self._sample)
+        self._sample.status, self._sample.reward = Sample.Status.ABORTED, None
+        return self._sample
+
+    def forget_response(self, sample: Sample) -> None:
+        """Reset a result to the dispatched prompt."""
+        reset_invalid_fields(sample)
+        forget_response(sample, self._prompt)
+
+    def settle(self, produced: Produced, stage: str, log: FailureLog, bounds: Bounds) -> None:
+        """Mark samples that `stage` left in an invalid state as failed, and give every failed sample a cause."""
+        for sample in leaves([produced]):
+            cause = sample.failure
+            try:
+                check_sample(sample, bounds)
+            except BadSample as error:
+                self.forget_response(sample)
+                cause = cause or log.record(stage, error)
+                sample.status = Sample.Status.FAILED
+            if sample.status is Sample.Status.FAILED:
+                mark_failed([sample], str(cause or f"{stage}: the {stage} function gave this sample up"))
+            elif sample.status is Sample.Status.PENDING:
+                sample.status = Sample.Status.COMPLETED  # the function has returned
 
 
 async def _call_until_complete(
@@ -288,28 +407,6 @@ async def apply_hooks(
     return hooked[0] if isinstance(produced, Sample) else hooked
 
 
-# the teacher
-
-
-async def teach(runtime: RolloutRuntime, teacher: Teacher, samples: Sequence[Sample]) -> None:
-    """Set `teacher_log_probs` of finished samples."""
-
-    async def teach_one(sample: Sample) -> None:
-        try:
-            sample.teacher_log_probs = await teacher.log_probs(sample.token_array().tolist(), sample.response_length)
-        except UserError:
-            raise
-        except EngineError as error:
-            mark_failed([sample], runtime.failures.record("engine", error))
-
-    def is_untaught(sample: Sample) -> bool:
-        known = sample.column_array("teacher_log_probs")
-        return known is None or len(known) != sample.response_length
-
-    usable = (one for one in samples if one.status not in (Sample.Status.FAILED, Sample.Status.ABORTED))
-    await asyncio.gather(*(teach_one(one) for one in usable if one.response_length and is_untaught(one)))
-
-
 # rewards
 
 
@@ -323,13 +420,13 @@ async def score(
     """
     teacher, pulse = runtime.state.teacher, runtime.eval_pulse if evaluation else runtime.pulse
     if teacher is not None and not evaluation:
-        await teach(runtime, teacher, list(leaves([produced])))
+        await teacher.teach(list(leaves([produced])), runtime.failures)
     if runtime.args.group_rm:
         return
     with pulse.judging():
         if not isinstance(produced, Sample):
             await score_together(runtime, produced)
-        elif _wants_reward(produced) and _needs_no_reward(runtime, produced):
+        elif _wants_reward(produced) and runtime.state.needs_no_reward(produced):
             produced.reward = 0.0
         elif _wants_reward(produced):
             try:
@@ -348,7 +445,7 @@ async def score(
 async def score_together(runtime: RolloutRuntime, samples: Sequence[Sample]) -> None:
     """Set the rewards of samples; the samples of one call to a list function fail together, others individually."""
     for sample in samples:
-        if _wants_reward(sample) and _needs_no_reward(runtime, sample):
+        if _wants_reward(sample) and runtime.state.needs_no_reward(sample):
             sample.reward = 0.0
     unscored = [sample for sample in samples if _wants_reward(sample)]
     if not unscored:
@@ -374,50 +471,6 @@ def _refuse_abort(sample: Sample) -> None:
         raise ValueError("a reward function must not abort a sample: raise, or make it FAILED, to give it up")
 
 
-def refuse_bad_rewards(args: Config, samples: Sequence[Sample], *, evaluation: bool = False) -> None:
-    """Raise a `UserError` for the first reward that is not a finite number, from any source."""
-    for sample in samples:
-        if sample.reward is None or not (evaluation or has_number(args, sample)):
-            continue
-        value = sample.reward_number(args, evaluation=evaluation)
-        if not _is_number(value):
-            raise UserError(
-                f"sample {sample.index}: {_reward_source(args, sample)} gave {value!r:.80}, which is not a number"
-            )
-        if not math.isfinite(float(value)):
-            raise UserError(
-                f"sample {sample.index}: {_reward_source(args, sample)} gave the reward {float(value)}, which would "
-                "corrupt "
-                "every weight of the model: return a finite number, or raise to fail the sample; the sample is in "
-                f"{keep_bad_sample(args.output_dir, None, sample.index, sample.to_dict())}"
-            )
-
-
-def _is_number(value: object) -> TypeGuard[SupportsFloat]:
-    return hasattr(value, "__float__") and not isinstance(value, str | bytes)
-
-
-def _reward_source(args: Config, sample: Sample) -> str:
-    """Describe the function that gave a sample its reward, from the flags and the sample."""
-    path = sample.custom_rm_path or args.custom_rm_path
-    if path is not None:
-        return f"the reward function {path}"
-    rm_type = sample.metadata.get("rm_type") or args.rm_type
-    if rm_type is not None:
-        return f"the reward type {rm_type}"
-    generate = sample.generate_function_path or args.custom_generate_function_path
-    return f"the generate function {generate}" if generate is not None else "the reward function"
-
-
-def _needs_no_reward(runtime: RolloutRuntime, sample: Sample) -> bool:
-    """Return whether distillation is the only signal: there is no verifier, or the label it needs is missing."""
-    if not runtime.state.rewardless or sample.custom_rm_path is not None:
-        return False
-    args, rm_type = runtime.state.args, sample.metadata.get("rm_type") or runtime.state.args.rm_type
-    unlabelled = sample.label is None and args.label_key is None
-    return not rm_type or (unlabelled and compares_with_label(rm_type, sample.metadata))
-
-
 def _wants_reward(sample: Sample) -> bool:
     return sample.reward is None and sample.status not in (Sample.Status.FAILED, Sample.Status.ABORTED)
 
@@ -437,7 +490,7 @@ async def _record(runtime: RolloutRuntime, dispatched: Produced, produced: Produ
         reward: object = sample.reward
         if isinstance(reward, dict):
             reward = reward.get(runtime.args.reward_key)
-        if reward is not None and not (_is_number(reward) and math.isfinite(float(reward))):
+        if reward is not None and not (is_number(reward) and math.isfinite(float(reward))):
             return
     if not any((sample.failure or "").startswith("engine: ") for sample in leaves([produced])):
         await runtime.journal.record(dispatched, produced)

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from slime.config import Config
+from slime.config.flags.rollout import compares_with_label
 from slime.config.plugins.view import plugin_args
+from slime.data.sample import Sample
 from slime.engine.http.protocol import rollout_sampling_params
 from slime.rollout.gate import Gate, Ticket, current_ticket, evaluating
 from slime.rollout.outcomes import Group, Produced
@@ -121,6 +123,14 @@ class GenerateState:
     def typed_hub(self) -> RewardHub:
         """Reward hub that uses ``rm_type`` alone, for evaluation datasets that set it; created on first use."""
         return RewardHub(self._config.replace(custom_rm_path=None), args=self.args)
+
+    def needs_no_reward(self, sample: Sample) -> bool:
+        """Return whether distillation is the only signal: there is no verifier, or the label it needs is missing."""
+        if not self.rewardless or sample.custom_rm_path is not None:
+            return False
+        rm_type = sample.metadata.get("rm_type") or self.args.rm_type
+        unlabelled = sample.label is None and self.args.label_key is None
+        return not rm_type or (unlabelled and compares_with_label(rm_type, sample.metadata))
 
     def reset(self, rollout_id: int | None = None) -> None:
         """Start a rollout, and keep only the held groups of the previous one; None keeps the rollout id."""

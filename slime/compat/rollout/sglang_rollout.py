@@ -27,6 +27,7 @@ from slime.rollout import generate as requests
 from slime.rollout import sample_pipeline
 from slime.rollout.dispatcher import Dispatcher, take_from_continuous
 from slime.rollout.evaluate import evaluate, evaluate_dataset
+from slime.rollout.event_loop import gather_or_cancel
 from slime.rollout.filters import MetricGatherer, call_dynamic_filter, should_drop_dynamic_filter_output
 from slime.rollout.gate import as_evaluation
 from slime.rollout.generate import get_model_url
@@ -171,7 +172,7 @@ async def generate_and_rm_group(
     runtime = _runtime_of_run(args)
     if runtime is None:
         results = iter(
-            await sample_pipeline.gather_or_cancel(
+            await gather_or_cancel(
                 generate_and_rm(args, member, copy.deepcopy(sampling_params), evaluation=evaluation)
                 for member in group
                 if isinstance(member, Sample)

@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from threading import Lock
-from typing import Any
+from typing import Any, SupportsFloat, TypeGuard
 
 from slime.cluster.watchdog import Wait, wait_for, waiting
 from slime.config import Config
@@ -34,9 +34,11 @@ from slime.config.plugins.args import run_mark
 from slime.config.plugins.view import plugin_args
 from slime.data.prompt_rows import BY_RM_TYPE
 from slime.data.sample import Reward, Sample
+from slime.data.validation import keep_bad_sample
 from slime.errors import UserError
 from slime.rollout.event_loop import DaemonThreads
 from slime.rollout.legacy_signatures import as_reward
+from slime.rollout.metrics import has_number
 from slime.rollout.outcomes import call_contained
 from slime.rollout.rewards.ifbench import ifbench_reward
 from slime.rollout.rewards.math import JUDGED_WITHIN_S, MathVerifier, dapo_reward, deepscaler_reward, default_workers
@@ -349,13 +351,13 @@ def _plugin_namespace(args: Config | argparse.Namespace) -> argparse.Namespace:
 def _finite_number(value: Any, what: str, source: str, sample: Sample, wrong: type[Exception]) -> float:
     """Convert a number, including numpy and torch scalars, to a float; raise `wrong` for other values."""
     number = math.nan
-    is_number = hasattr(value, "__float__") and not isinstance(value, (str, bytes))
-    if is_number:
+    is_one = is_number(value)
+    if is_one:
         try:
             number = float(value)
         except (TypeError, ValueError, RuntimeError):  # arrays and tensors of several numbers
-            is_number = False
-    if not is_number:
+            is_one = False
+    if not is_one:
         shown = "None (is a return missing?)" if value is None else f"{value!r:.80} ({type(value).__name__})"
         raise wrong(
             f"{source}: {what} of sample {sample.index} must be a number or a dict, got {shown}: return one, or raise "
@@ -366,3 +368,38 @@ def _finite_number(value: Any, what: str, source: str, sample: Sample, wrong: ty
             f"{source}: {what} of sample {sample.index} is {number}, which is not a finite number: correct it"
         )
     return number
+
+
+def refuse_bad_rewards(args: Config, samples: Sequence[Sample], *, evaluation: bool = False) -> None:
+    """Raise a `UserError` for the first reward that is not a finite number, from any source."""
+    for sample in samples:
+        if sample.reward is None or not (evaluation or has_number(args, sample)):
+            continue
+        value = sample.reward_number(args, evaluation=evaluation)
+        if not is_number(value):
+            raise UserError(
+                f"sample {sample.index}: {_reward_source(args, sample)} gave {value!r:.80}, which is not a number"
+            )
+        if not math.isfinite(float(value)):
+            raise UserError(
+                f"sample {sample.index}: {_reward_source(args, sample)} gave the reward {float(value)}, which would "
+                "corrupt "
+                "every weight of the model: return a finite number, or raise to fail the sample; the sample is in "
+                f"{keep_bad_sample(args.output_dir, None, sample.index, sample.to_dict())}"
+            )
+
+
+def is_number(value: object) -> TypeGuard[SupportsFloat]:
+    return hasattr(value, "__float__") and not isinstance(value, str | bytes)
+
+
+def _reward_source(args: Config, sample: Sample) -> str:
+    """Describe the function that gave a sample its reward, from the flags and the sample."""
+    path = sample.custom_rm_path or args.custom_rm_path
+    if path is not None:
+        return f"the reward function {path}"
+    rm_type = sample.metadata.get("rm_type") or args.rm_type
+    if rm_type is not None:
+        return f"the reward type {rm_type}"
+    generate = sample.generate_function_path or args.custom_generate_function_path
+    return f"the generate function {generate}" if generate is not None else "the reward function"

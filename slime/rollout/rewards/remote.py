@@ -24,6 +24,8 @@ from slime.data.sample import Sample
 from slime.engine.http.client import EngineError, EngineProtocolError
 from slime.engine.http.pool import EnginePool
 from slime.engine.http.protocol import quote
+from slime.errors import UserError
+from slime.rollout.outcomes import FailureLog, mark_failed
 from slime.rollout.rewards.worker_pool import RewardError
 from slime.storage.json_types import JsonMapping, JsonObject
 
@@ -114,6 +116,24 @@ class Teacher:
                 f"{quote(answer)}",
             )
         return found
+
+    async def teach(self, samples: Sequence[Sample], failures: FailureLog) -> None:
+        """Set `teacher_log_probs` of finished samples."""
+
+        async def teach_one(sample: Sample) -> None:
+            try:
+                sample.teacher_log_probs = await self.log_probs(sample.token_array().tolist(), sample.response_length)
+            except UserError:
+                raise
+            except EngineError as error:
+                mark_failed([sample], failures.record("engine", error))
+
+        def is_untaught(sample: Sample) -> bool:
+            known = sample.column_array("teacher_log_probs")
+            return known is None or len(known) != sample.response_length
+
+        usable = (one for one in samples if one.status not in (Sample.Status.FAILED, Sample.Status.ABORTED))
+        await asyncio.gather(*(teach_one(one) for one in usable if one.response_length and is_untaught(one)))
 
     async def aclose(self) -> None:
         """Close the connections of the running event loop."""
