@@ -47,7 +47,7 @@ from slime.data.buffer import Journal
 from slime.data.sample import Sample
 from slime.engine.http.codec import parse_json
 from slime.engine.http.protocol import GenerateResult
-from slime.rollout.staleness import group_version
+from slime.rollout.outcomes import group_version
 from slime.train.microbatch_plan import build_schedule
 from slime.train.samples.batch import make_train_batch
 from slime.train.samples.dp_shards import rank_shares

@@ -37,9 +37,9 @@ from slime.data.buffer.reader import Choice, reading
 from slime.data.sample import Sample
 from slime.rollout.gate import paused_sample_clock
 from slime.rollout.generate import generate as generate_answer
+from slime.rollout.outcomes import is_stale
 from slime.rollout.rewards.remote import Teacher
 from slime.rollout.runtime import RolloutRuntime, runtime_for
-from slime.rollout.staleness import is_stale
 from slime.storage.json_types import JsonObject
 
 JUDGE_FLAG = "--live-judge-path"

@@ -42,14 +42,17 @@ from slime.rollout.outcomes import (
     PromptSource,
     RolloutFnTrainOutput,
     group_order,
+    group_version,
+    is_stale,
+    is_too_old,
     leaves,
+    prompts_of,
     refuse_all_failed,
     sampled_tokens,
     set_source_rollout_id,
 )
 from slime.rollout.rewards.hub import refuse_bad_rewards
 from slime.rollout.runtime import RolloutRuntime
-from slime.rollout.staleness import group_version, is_stale, is_too_old, prompts_of
 from slime.rollout.state import InflightGroup
 
 
@@ -96,7 +99,14 @@ class Dispatcher:
         """
         args, target, rollout_id = self._args, self._args.rollout_batch_size, self._next
         self._state.reset(rollout_id)
-        self._adopt_held()
+        held_groups, self._state.held = self._state.held, []
+        for one in held_groups:  # they continue in this rollout
+            self._watch(one)
+            if args.mask_offpolicy_in_partial_rollout:
+                for sample in unscored(one.group):
+                    sample.loss_mask = [0] * sample.response_length  # sampled by earlier weights
+        self._state.remaining_batch_size += len(held_groups)
+        self._state.gate.open()
         surplus: list[Group] = []
         try:
             while len(self._ready) < target:
@@ -134,17 +144,6 @@ class Dispatcher:
             raise
         finally:
             self._state.remaining_batch_size = 0
-
-    def _adopt_held(self) -> None:
-        """Take over the groups that the last rollout held, and let them continue."""
-        held, self._state.held = self._state.held, []
-        for one in held:
-            self._watch(one)
-            if self._args.mask_offpolicy_in_partial_rollout:
-                for sample in unscored(one.group):
-                    sample.loss_mask = [0] * sample.response_length  # sampled by earlier weights
-        self._state.remaining_batch_size += len(held)
-        self._state.gate.open()
 
     # one batch after another
 

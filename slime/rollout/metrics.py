@@ -329,3 +329,30 @@ def _failed(sample: Sample) -> bool:
 
 def _usable(samples: Sequence[Sample]) -> list[Sample]:
     return [sample for sample in samples if not _failed(sample)]
+
+
+def staleness_metrics(samples: Sequence[Sample], rollout_id: int) -> dict[str, float]:
+    """Return the staleness metrics of samples.
+
+    These are the mean and largest staleness, the share of trained tokens that older weights sampled, and the share of
+    samples whose tokens were sampled by several weight versions.
+    """
+    known = [version for sample in samples if (version := sample.oldest_weight_version) is not None]
+    if not known:
+        return {}
+    old, trained = 0, 0
+    mixed: list[bool] = []
+    for sample in samples:
+        trained += sample.effective_response_length
+        position, mask = 0, sample.loss_mask_array()
+        for version, length in sample.version_spans:
+            if version is not None and version.isdigit() and int(version) < rollout_id:
+                old += length if mask is None else int(mask[position : position + length].sum())
+            position += length
+        mixed.append(len({version for version, _ in sample.version_spans if version is not None}) > 1)
+    return {
+        "rollout/staleness/mean": fmean(rollout_id - version for version in known),
+        "rollout/staleness/max": float(rollout_id - min(known)),
+        "rollout/off_policy_token_frac": old / trained if trained else 0.0,
+        "rollout/mixed_version_frac": fmean(mixed),
+    }

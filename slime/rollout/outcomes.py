@@ -1,4 +1,4 @@
-"""Groups, failures as typed outcomes, the owners of samples, and the output types of rollout functions.
+"""Groups and their staleness, failures as typed outcomes, the owners of samples, output types of rollout functions.
 
 A failed sample is an outcome with a cause, not a reward of 0, and it does not end the run. A rollout function is
 `f(args, rollout_id, data_source, evaluation=False)`; `call_rollout_fn` calls it and wraps what older plugins return
@@ -6,6 +6,10 @@ A failed sample is an outcome with a cause, not a reward of 0, and it does not e
 
 Invariant: a sample marked as failed here has status FAILED, a cause, no reward and `remove_sample`, so training leaves
 it out of group statistics and gradients. The run stops (`RolloutFailed`) only if every sample of a rollout failed.
+
+The staleness of a sample in rollout r is r minus the oldest weight version among its trained tokens. Weights of version
+r are trained on rollout r, so a synchronous run has staleness 0 throughout. Versions that are not numbers (from
+external engines) are ignored.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from slime.config import Config
 from slime.data.buffer import JournaledSource
 from slime.data.sample import Sample
 from slime.data.source import RolloutDataSource
@@ -225,6 +230,33 @@ def group_order(group: Group) -> int:
 def sampled_tokens(group: Group) -> int:
     """Return the number of trainable tokens that engines sampled for a group."""
     return sum(sample.effective_response_length for sample in leaves(group))
+
+
+def group_version(group: Group) -> int | None:
+    """Return the oldest weight version that sampled a trained token of the group; None if no token has a version."""
+    versions = [sample.oldest_weight_version for sample in leaves(group)]
+    return min((version for version in versions if version is not None), default=None)
+
+
+def is_stale(args: Config, group: Group, rollout_id: int) -> bool:
+    """Return whether a group exceeds `--max-weight-staleness` in this rollout."""
+    return is_too_old(args, group_version(group), rollout_id)
+
+
+def is_too_old(args: Config, version: int | None, rollout_id: int) -> bool:
+    """Return whether a weight version exceeds `--max-weight-staleness` in this rollout."""
+    bound = args.max_weight_staleness
+    return bound is not None and version is not None and rollout_id - version > bound
+
+
+def prompts_of(group: Group) -> Group | None:
+    """Reset a group to its prompts for regeneration; None if a member is a fan-out, whose prompt no longer exists."""
+    if not all(isinstance(member, Sample) for member in group):
+        return None
+    for sample in leaves(group):
+        reset_to_prompt(sample)
+        sample.metadata.pop("start_rollout_id", None)
+    return group
 
 
 OwnerKey = tuple[bool, str | None, int | None, int | None]

@@ -28,7 +28,7 @@ from slime.data.validation import BadSample, Bounds, check_sample
 from slime.errors import UserError
 from slime.rollout.debug_data import save_rollout
 from slime.rollout.dispatcher import Dispatcher
-from slime.rollout.metrics import rollout_metrics
+from slime.rollout.metrics import rollout_metrics, staleness_metrics
 from slime.rollout.outcomes import (
     RolloutFnTrainOutput,
     call_rollout_fn,
@@ -37,7 +37,6 @@ from slime.rollout.outcomes import (
 )
 from slime.rollout.runtime import RolloutRuntime
 from slime.rollout.sample_pipeline import DispatchedSample
-from slime.rollout.staleness import staleness_metrics
 from slime.storage.json_types import JsonObject
 
 logger = logging.getLogger(__name__)

@@ -14,9 +14,9 @@ from slime.errors import UserError
 from slime.rollout.base_types import leaves
 from slime.rollout.dispatcher import Dispatcher
 from slime.rollout.fully_async_rollout import generate_rollout_fully_async
+from slime.rollout.metrics import staleness_metrics
 from slime.rollout.outcomes import RolloutFailed
 from slime.rollout.pipeline import RolloutMaker, make_feed
-from slime.rollout.staleness import staleness_metrics
 from tests.e2e.runs import wait_until
 
 STATUS = Sample.Status

@@ -8,8 +8,9 @@ import pytest
 
 from slime.data.sample import Sample
 from slime.rollout.base_types import leaves
+from slime.rollout.metrics import staleness_metrics
+from slime.rollout.outcomes import group_version, prompts_of
 from slime.rollout.sglang_rollout import generate_rollout
-from slime.rollout.staleness import group_version, prompts_of, staleness_metrics
 
 STATUS = Sample.Status
 

@@ -32,10 +32,17 @@ from slime.rollout.filters import MetricGatherer, call_dynamic_filter, should_dr
 from slime.rollout.gate import as_evaluation
 from slime.rollout.generate import get_model_url
 from slime.rollout.inflight import ABORT_AGAIN_S, abort_requests, result_of
-from slime.rollout.outcomes import Group, Produced, RolloutFnEvalOutput, RolloutFnTrainOutput, leaves, mark_failed
+from slime.rollout.outcomes import (
+    Group,
+    Produced,
+    RolloutFnEvalOutput,
+    RolloutFnTrainOutput,
+    leaves,
+    mark_failed,
+    prompts_of,
+)
 from slime.rollout.rewards.hub import async_rm, batched_async_rm
 from slime.rollout.runtime import RolloutRuntime, accepts, find_runtime, runtime_for
-from slime.rollout.staleness import prompts_of
 from slime.rollout.state import GenerateState as _GenerateState
 
 __all__ = [
