@@ -12,26 +12,41 @@ from slime.config.plugins.contracts import Contract
 from tests.migration.tables import VERDICTS, Behaviour, Flag, Name, read_behaviours, read_flags, read_names
 
 INTRODUCTION = """\
-# Moving here from upstream slime
+# Migration from upstream slime
 
-Scripts, YAML files and plugins that were written for slime 0.3.1 are meant to run here as they are, but for what is
-marked absent below. Tried were files written after upstream's descriptions and signatures (`tests/migration/plugins`),
-not upstream's own: where one of yours does not run, that is a defect to report. Start from the script you have: put
-`slime plan` in the place of `python3 train.py` (Ray is for more than one machine), and it says, without loading
-a model, which model it trains from which folder, what every part takes, and which of your flags have no effect here.
-Then run `train.py` or `train_async.py` with the same flags. `source scripts/models/...` and the run scripts of those
-models are here too ([scripts.md](scripts.md)), and nothing has to be converted: a run starts from the Hugging Face
-folder, and `--ref-load` or `--load` at a torch_dist checkpoint of Megatron reads its weights. Plugins keep their imports and their signatures ([plugins.md](plugins.md)).
+Scripts, YAML files and plugins written for slime 0.3.1 run here unchanged, except where this page says `absent`. Start
+with the plan of your script's flags: replace `python3 train.py` with `slime plan` (Ray is only needed for several machines).
 
-This page is made of the tables in `tests/migration/` (`python -m tests.migration.page > docs/migration.md`), which the
-tests walk: a name is imported and its signature compared, a flag is parsed, a behaviour has a test of its own.
+```bash
+slime plan --hf-checkpoint outputs/quickstart/model --prompt-data outputs/quickstart/data/train.jsonl --device cpu \\
+    --input-key prompt --label-key label --rm-type deepscaler --rollout-batch-size 8 --n-samples-per-prompt 4 \\
+    --num-rollout 2 --rollout-max-response-len 8 --save outputs/mine --colocate --tensor-model-parallel-size 2 \\
+    --attention-softmax-in-fp32 --sglang-mem-fraction-static 0.7 | sed -n '/^Notes/,$p'
+```
+
+```text
+Notes
+-----
+  * Megatron flags without effect on the FSDP trainer: --tensor-model-parallel-size, --attention-softmax-in-fp32 (--train-backend megatron uses them; fsdp is the default here)
+  * SGLang flags without effect on the embedded engine: --sglang-mem-fraction-static
+```
+
+The plan checks all flags and names those without effect. Then run `train.py` or `train_async.py` with the same flags.
+
+- Model and run scripts are [here too](scripts.md). Nothing has to be converted: runs start from the Hugging Face folder,
+  and `--load` or `--ref-load` read the weights of a torch_dist checkpoint.
+- Plugins keep their imports and signatures ([plugins](plugins.md)).
+- Tested with files written after upstream's documents and signatures (`tests/migration/plugins`), not with upstream's own
+  files. A script or plugin of yours that does not run is a bug: please report it.
+
+The tables are generated from `tests/migration/` (`python -m tests.migration.page > docs/migration.md`); tests check each row.
 
 | verdict | means |
 |---|---|
-| same | does what it does upstream |
-| better | does what upstream's documents say where its code does not, or more; the note says how |
-| other | is there and differs; the note says in what and why |
-| absent | is not there; the note says why, and what takes its place |
+| same | as upstream |
+| better | as upstream documents it, or more; see the note |
+| other | different; see the note |
+| absent | missing; the note names the reason or a replacement |
 """
 
 
@@ -57,7 +72,7 @@ def _counts(flags: Sequence[Flag], names: Sequence[Name], behaviours: Sequence[B
 
 def _flags(flags: Sequence[Flag]) -> Iterator[str]:
     yield from ("", "## Flags", "")
-    yield "A default is upstream's; where ours is another one, it stands behind the arrow."
+    yield "Defaults are upstream's; a different default here follows the arrow."
     for group in dict.fromkeys(row.group for row in flags):
         yield from ("", f"### {group}", "", "| flag | default | verdict | note |", "|---|---|---|---|")
         for row in flags:
@@ -95,8 +110,8 @@ def _behaviours(behaviours: Sequence[Behaviour]) -> Iterator[str]:
 
 def _plugins(contracts: Iterable[Contract]) -> Iterator[str]:
     yield from ("", "## Plugin path flags", "")
-    yield "How the function behind each flag is called; [plugins.md](plugins.md) says what it returns. In brackets: given"
-    yield "by name to a function that has that parameter."
+    yield "Arguments of each function; [plugins](plugins.md) has the return values. In brackets: passed by name if the"
+    yield "function has that parameter."
     yield from ("", "| flag | called as |", "|---|---|")
     for contract in contracts:
         yield f"| `{contract.flag}` | {_code(_call(contract))} |"
