@@ -83,12 +83,10 @@ async def answer_turn(
                 if is_silent:
                     await response.write(writer.keep_alive())
                 is_silent = True
-            finished = await _finished_turn(held, task, asked, tokenizer)
+            last = writer.end(await _finished_turn(held, task, asked, tokenizer))
         except Problem as problem:
-            await response.write(writer.problem(problem))
-        else:
-            await response.write(writer.end(finished))
-        await response.write_eof()
+            last = writer.problem(problem)
+        await response.write_eof(last)
     except ConnectionResetError:
         logger.info("a client disconnected before its answer was complete")
     finally:
@@ -107,7 +105,8 @@ async def _finished_turn(
 ) -> FinishedTurn:
     """Wait until the turn is recorded and return what a dialect needs of it; raises `Problem` if it failed."""
     try:
-        await _wait_first(task, held.ended)
+        if not task.done():
+            await _wait_first(task, held.ended)
         if not task.done() or task.cancelled():  # by the end of the session
             raise held.ended.result().again() if held.ended.done() else Problem(Kind.CLOSED, "this turn was abandoned")
         taken = task.result()
