@@ -11,6 +11,7 @@ and differing numbers end the program.
 
 from __future__ import annotations
 
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from tests.family_models import FAMILY_MODELS, RENAMED, WINDOWED_MODELS, make_fa
 PAGE = Path(__file__).parent.parent / "docs" / "models.md"
 BEGIN, END = "<!-- made by python -m tests.model_table -->\n", "<!-- end of it -->\n"
 WINDOWS = ", windows"
+WITH_WINDOWS = " (windows)"
 EQUAL, REFUSED = "equal", "refused"
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
@@ -55,6 +57,17 @@ class Row:
     engine: str
     fsdp: str
     megatron: str
+
+
+NONE = "**None**"
+LABELS = {
+    "**Engine, FSDP and Megatron**": Row(EQUAL, EQUAL, EQUAL),
+    "**Engine and FSDP**": Row(EQUAL, EQUAL, REFUSED),
+    "**Engine only**": Row(EQUAL, REFUSED, REFUSED),
+    "**FSDP only**": Row(REFUSED, EQUAL, REFUSED),
+    NONE: Row(REFUSED, REFUSED, REFUSED),
+}
+"""The paragraphs of the page: the components that compute these models as transformers does, the others refuse."""
 
 
 def row_names() -> list[str]:
@@ -137,17 +150,14 @@ def _is_equal_in_megatron(case: str) -> bool:
 
 
 def table(rows: dict[str, Row]) -> str:
-    """Returns Markdown: a row per model that any component computes, then the names of models that all refuse."""
-    lines = ["| model_type | embedded engine | FSDP | Megatron |", "|---|---|---|---|"]
-    nothing = []
+    """Returns Markdown: a paragraph for each combination of components that compute the same models."""
+    names: dict[Row, list[str]] = {}
     for name, found in rows.items():
-        if {found.engine, found.fsdp, found.megatron} == {REFUSED}:
-            nothing.append(f"`{name.removesuffix(WINDOWS)}`{WINDOWS if name.endswith(WINDOWS) else ''}")
-        else:
-            shown = f"`{name.removesuffix(WINDOWS)}`{' with windows' if name.endswith(WINDOWS) else ''}"
-            lines.append(f"| {shown} | {found.engine} | {found.fsdp} | {found.megatron} |")
-    refused = "Refused by all three: " + ", ".join(dict.fromkeys(nothing)) + "."
-    return "\n".join([*lines, "", *_wrapped(refused)]) + "\n"
+        shown = f"`{name.removesuffix(WINDOWS)}`{WITH_WINDOWS if name.endswith(WINDOWS) else ''}"
+        names.setdefault(found, []).append(shown)
+    parts = [f"{label}: {', '.join(names[found])}." for label, found in LABELS.items() if found in names]
+    assert set(names) <= set(LABELS.values()), "a combination of components without a label"
+    return "\n\n".join("\n".join(_wrapped(part)) for part in parts) + "\n"
 
 
 def _wrapped(text: str) -> Iterator[str]:
@@ -157,13 +167,14 @@ def _wrapped(text: str) -> Iterator[str]:
 
 
 def page_rows() -> dict[str, Row]:
-    """Returns the rows of docs/models.md."""
+    """Returns the models of docs/models.md that some component computes."""
     part = PAGE.read_text().split(BEGIN)[1].split(END)[0]
     found = {}
-    for line in part.splitlines():
-        if line.startswith("| `"):
-            name, *cells = (cell.strip() for cell in line.strip("|").split("|"))
-            found[name.replace("` with windows", WINDOWS).strip("`")] = Row(*cells)
+    for paragraph in part.strip().split("\n\n"):
+        label, _, names = " ".join(paragraph.split()).partition(": ")
+        for name, windows in re.findall(r"`([^`]+)`(" + re.escape(WITH_WINDOWS) + ")?", names):
+            if LABELS[label] != LABELS[NONE]:
+                found[name + (WINDOWS if windows else "")] = LABELS[label]
     return found
 
 

@@ -1,5 +1,6 @@
-"""The tables of docs/models.md: what `slime plan` says of each published model on the GPUs that its layout is for, and
-with `--families` the engine and backends that support each family.
+"""Prints the plan of each published model on the GPUs that its layout is for, as a table.
+
+With `--families`: the engine and backends that support each family, the table of docs/models.md.
 
     python tools/model_plans.py [--families]
 

@@ -13,6 +13,7 @@ from threading import Thread
 import pytest
 import torch
 
+from slime.models.catalog import published_models
 from slime.models.safetensors_io import FP8, open_weights
 from tests.tiny_models import make_model_folder
 
@@ -142,11 +143,24 @@ def test_profile_rollout_sends_the_profile_request(tool: Run, capsys: pytest.Cap
     assert "cannot be reached" in capsys.readouterr().err
 
 
-def test_model_tables_in_the_docs_match_the_code() -> None:
-    """`python tools/model_plans.py` prints the tables of docs/models.md."""
+def test_family_table_in_the_docs_matches_the_code() -> None:
+    """`python tools/model_plans.py --families` prints a table of docs/models.md."""
     page = (ROOT / "docs" / "models.md").read_text()
-    for words in ([], ["--families"]):
-        command = [sys.executable, "tools/model_plans.py", *words]
-        printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-        assert printed.stdout.startswith("| ")
-        assert printed.stdout in page
+    assert _model_plans("--families") in page
+
+
+def test_model_plans_have_a_row_for_each_published_model() -> None:
+    """`python tools/model_plans.py`, which docs/models.md names, plans every model within its GPUs."""
+    assert "`python tools/model_plans.py`" in (ROOT / "docs" / "models.md").read_text()
+    rows = _model_plans().splitlines()[2:]
+    assert [row.split(" | ")[0].removeprefix("| ") for row in rows] == list(published_models())
+    for row in rows:
+        cluster, gib = row.split(" | ")[2], row.split(" | ")[4]
+        assert int(gib.strip(" |")) < int(cluster.split()[-2]), row
+
+
+def _model_plans(*words: str) -> str:
+    command = [sys.executable, "tools/model_plans.py", *words]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert printed.startswith("| ")
+    return printed
