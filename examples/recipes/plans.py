@@ -84,7 +84,12 @@ def row(script: Path, gpus: int) -> str:
     plans = [planned(script, gpus, gib) for gib in SIZES]
     memory = [{one.name: one.memory.total / GIB for one in plan.processes if one.memory is not None} for plan in plans]
     engines = " / ".join(f"{found['engine']:.0f}" for found in memory)
-    fits = " | ".join("yes" if plan.lacks == 0 else f"no, {(plan.lacks or 0) / GIB:.0f} GiB too few" for plan in plans)
+    lacking = [
+        f"{gib}: {(plan.lacks or 0) / GIB:.0f} GiB too few"
+        for gib, plan in zip(SIZES, plans, strict=True)
+        if plan.lacks != 0
+    ]
+    fits = ", ".join(lacking) or "yes"
     name = script.stem.removeprefix("run-")
     adapter = ", an adapter" if "--lora-rank" in words_of_size(script, gpus) else ""
     plan = f"[{name}](run-{name}.sh) | {shape_of(script, gpus)}{adapter} | [{gpus}](plans/{name}-{gpus}.txt)"
@@ -96,10 +101,7 @@ def words_of_size(script: Path, gpus: int) -> list[str]:
 
 
 def table() -> str:
-    head = [
-        "| recipe | model | GPUs | GiB a trainer | GiB an engine, of 80 / 141 | fits 80 GiB | fits 141 GiB |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    head = ["| recipe | model | GPUs | trainer, GiB | engine, GiB of 80 / 141 | fits |", "|---|---|---|---|---|---|"]
     return "\n".join([*head, *(row(script, gpus) for script in recipes() for gpus in gpu_counts(script))])
 
 
