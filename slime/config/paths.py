@@ -146,17 +146,6 @@ def _flagged(config: Config, *names: str, is_replaced: bool = False) -> list[Fla
     ]
 
 
-def _models_read(config: Config) -> list[FlaggedPath]:
-    """Return models and single checkpoints, without folders to which a run may add checkpoints."""
-    resumed = [
-        place
-        for place in _flagged(config, "load", "critic_load")
-        if not Path(place.path, LATEST).is_file()
-        and any(Path(place.path, name).is_file() for name in ("config.json", "meta.json", ".metadata"))
-    ]
-    return _flagged(config, "hf_checkpoint", "critic_hf_checkpoint", "ref_load", "opd_teacher_load") + resumed
-
-
 def _data_paths_read(config: Config) -> list[FlaggedPath]:
     files = [FlaggedPath(dataset.origin, dataset.path) for dataset in all_datasets(config)]
     files = _flagged(config, "prompt_data") + files + _flagged(config, "load", "critic_load", "prompt_config")
@@ -176,7 +165,14 @@ def _written_paths(config: Config) -> list[FlaggedPath]:
 
 
 def _collisions(config: Config) -> Iterator[str]:
-    models, others, written = _models_read(config), _data_paths_read(config), _written_paths(config)
+    models = _flagged(config, "hf_checkpoint", "critic_hf_checkpoint", "ref_load", "opd_teacher_load")
+    models += [  # without folders to which a run may add checkpoints
+        place
+        for place in _flagged(config, "load", "critic_load")
+        if not Path(place.path, LATEST).is_file()
+        and any(Path(place.path, name).is_file() for name in ("config.json", "meta.json", ".metadata"))
+    ]
+    others, written = _data_paths_read(config), _written_paths(config)
     for place in written:
         if not place.is_replaced:
             if not place.flag.startswith("--save-debug"):  # single files, which are checked one by one

@@ -236,12 +236,6 @@ class OldPolicy:
         return f"{NAME}@{version}" if self._behind else NAME
 
 
-def as_version(version: object) -> int | None:
-    """Convert a version to a number; None if an engine uses another format."""
-    text = str(version)
-    return int(text) if text.lstrip("-").isdigit() else None
-
-
 OTHER_MODELS = ("ref", "teacher")
 """Frozen sets that are not earlier states of the policy."""
 
@@ -324,7 +318,9 @@ class Actor(TrainedModel):
         for runs, length in zip(spans, data["response_lengths"], strict=True):
             versions, begin = torch.full((length,), newest, dtype=torch.int64), 0
             for version, count in runs or ():
-                versions[begin : begin + count] = old.nearest(as_version(version))
+                text = str(version)
+                known = int(text) if text.lstrip("-").isdigit() else None  # an engine may use another format
+                versions[begin : begin + count] = old.nearest(known)
                 begin += count
             own.append(versions)
         names = ("log_probs", "entropy") if self.config.use_rollout_entropy else ("log_probs",)
