@@ -14,11 +14,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 Graph = Mapping[str, set[str]]
 CEILINGS = {
-    "files": 530,
+    "files": 528,
     "files under 60 lines": 45,
-    "files under 60 lines with one importer": 3,
+    "files under 60 lines with one importer": 2,
     "public class names in several files, per 1,000": 8,
-    "private helpers used once, per 1,000 lines": 7.0,
+    "private helpers used once, per 1,000 lines": 6.7,
     "lines with Any, per 1,000": 6.0,
 }
 BELOW: dict[str, set[str]] = {"http": set(), "sglang": {"http"}, "fleet": {"http", "sglang"}, "embedded": set()}
