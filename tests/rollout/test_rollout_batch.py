@@ -50,6 +50,21 @@ def test_rollout_returns_sorted_groups_with_rewards_and_metrics(engine, make_run
     assert 0.0 < metrics["perf/rollout_tail_time"] < metrics["perf/rollout_time"]
 
 
+def test_gate_is_open_only_during_a_rollout(engine, make_runtime, prompts, write_plugin):
+    runtime = make_runtime([engine.url], custom_rm_path=write_plugin(REWARD_BY_LENGTH))
+    gate, while_sampling = runtime.state.gate, []
+
+    async def note(body):
+        while_sampling.append(gate.is_open)
+        return {"text": "7</s>"}
+
+    engine.respond = note
+    for rollout_id in range(2):
+        rollout(runtime, prompts(["1+1=", "2+2="], n=1), rollout_id)
+        assert not gate.is_open, "all groups have ended, and requests of other processes are still to be held"
+    assert while_sampling == [True] * 4
+
+
 def test_rollout_tail_starts_after_90_percent_of_the_groups():
     assert tail_seconds([*range(18), 30.0, 50.0], now=51.0) == 51.0 - 17
     assert tail_seconds([4.0, 1.0], now=6.0) == 5.0, "rounded down"
