@@ -200,9 +200,9 @@ class ExchangeStore(SqliteStore):
             rows = connection.execute("SELECT slot, id FROM exchanges WHERE slot IS NOT NULL").fetchall()
         return [(int(slot), str(name)) for slot, name in rows]
 
-    async def forget(self, name: str) -> None:
+    async def forget(self, id: str) -> None:
         """Delete an exchange that is in the journal or will not be trained on."""
-        await self.execute("DELETE FROM exchanges WHERE id = ?", (name,))
+        await self.execute("DELETE FROM exchanges WHERE id = ?", (id,))
 
     async def forget_slot(self, slot: int) -> None:
         """Delete the exchange of a slot, because its sample is in the journal."""

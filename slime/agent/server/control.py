@@ -104,7 +104,7 @@ class Listeners:
 
 
 class ControlApp:
-    """The application behind `control.sock`: each path is one method below, called with the arguments in the body."""
+    """The application behind `control.sock`: each path is a method, called with the arguments in the body."""
 
     def __init__(
         self,
@@ -117,20 +117,22 @@ class ControlApp:
         self._sessions, self._pool, self._listeners, self._secret = sessions, pool, listeners, secret
         self._codec = Codec()
         self.app = web.Application(client_max_size=MOST_BODY_BYTES)
-        calls: list[Callable[..., Awaitable[object]]] = [
-            *(self.open, self.close, self.turns, self.hold, self.release, self.engine, self.version, self.stats)
-        ]
+        named = (self.open, self.close, self.turns, self.hold, self.release, self.engine, self.version, self.stats)
+        calls: dict[str, Callable[..., object]] = {call.__name__: call for call in named}
         if door is not None:
-            self._door = door
-            calls += [self.live_take, self.live_taken, self.live_forget, self.live_recorded, self.live_stats]
-        for call in calls:
-            self.app.router.add_post(f"/{call.__name__}", partial(self._answer, call))
+            store = door.store
+            calls |= {"live_take": door.take, "live_taken": store.taken, "live_stats": door.stats}
+            calls |= {"live_forget": store.forget, "live_recorded": store.forget_slot}
+        for name, call in calls.items():
+            self.app.router.add_post(f"/{name}", partial(self._answer, call))
 
-    async def _answer(self, call: Callable[..., Awaitable[object]], http: web.Request) -> web.Response:
+    async def _answer(self, call: Callable[..., object], http: web.Request) -> web.Response:
         if not carries_key(http.headers, self._secret):
             raise web.HTTPUnauthorized
         try:
-            answer = await call(**self._codec.unpack(await http.read()))
+            answer = call(**self._codec.unpack(await http.read()))
+            if isinstance(answer, Awaitable):
+                answer = await answer
         except (BadRecord, Problem, ValueError, KeyError, TypeError) as error:
             return web.Response(status=400, text=f"{type(error).__name__}: {error}")
         return web.Response(body=await asyncio.to_thread(self._codec.pack, answer, "an answer"))
@@ -182,21 +184,6 @@ class ControlApp:
 
     async def stats(self) -> object:
         return {"open": len(self._sessions), "opened": self._sessions.opened}
-
-    async def live_take(self, slot: int) -> object:
-        return await self._door.take(slot)
-
-    async def live_taken(self) -> object:
-        return self._door.store.taken()
-
-    async def live_forget(self, id: str) -> None:
-        await self._door.store.forget(id)
-
-    async def live_recorded(self, slot: int) -> None:
-        await self._door.store.forget_slot(slot)
-
-    async def live_stats(self) -> object:
-        return self._door.stats()
 
 
 class AgentServerFailed(Exception):
