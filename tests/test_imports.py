@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 Graph = Mapping[str, set[str]]
 CEILINGS = {
-    "files": 528,
+    "files": 526,
     "files under 60 lines": 45,
     "files under 60 lines with one importer": 2,
     "public class names in several files, per 1,000": 8,
