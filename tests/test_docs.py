@@ -33,6 +33,7 @@ from tests.model_files import add_weights
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 RESULTS = ROOT / "benchmarks" / "RESULTS.md"
+EXAMPLE_PAGES = sorted((ROOT / "examples").rglob("*.md"))
 HAND_WRITTEN = [page for page in PAGES if page.name not in ("flags.md", "migration.md")]
 OF_TRAIN = {spec.flag for spec in FLAG_SPECS.values()} | {name for name, _, _ in FILE_FLAGS}
 SWITCHES = {spec.flag for spec in FLAG_SPECS.values() if spec.kind == "bool"}
@@ -91,11 +92,22 @@ def is_train_flag(word: str) -> bool:
     return flag in OF_TRAIN or positive in SWITCHES or flag[2:] in MEGATRON_FLAGS or flag.startswith(CARRIED)
 
 
-@pytest.mark.parametrize("page", [*PAGES, RESULTS], ids=lambda page: page.name)
+def anchors(page: Path) -> set[str]:
+    """Returns the anchors of the headings of a page, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", prose(page), re.MULTILINE)
+    texts = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).strip().lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", text).replace(" ", "-") for text in texts}
+
+
+@pytest.mark.parametrize("page", [*PAGES, RESULTS, *EXAMPLE_PAGES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_relative_links_resolve(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
-        if not re.match(r"[a-z]+:|#", target):
-            assert (page.parent / target.partition("#")[0]).exists(), f"{page.name} links to {target}"
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        assert not anchor or anchor in anchors(file), f"{page.name} links to {target}"
 
 
 @PAGES_BY_NAME
