@@ -42,7 +42,7 @@ class ListSample:
         self.response += text
 
 
-def answered(body: bytes, sample: ListSample) -> ListSample:
+def make_answer(body: bytes, sample: ListSample) -> ListSample:
     """From the body of an engine's answer to the columns of a sample."""
     answer = json.loads(body.decode(errors="replace"))
     meta_info = answer["meta_info"]
