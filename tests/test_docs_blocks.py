@@ -21,8 +21,8 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("docs", "docs/tutorial", "docs/zh", "docs/zh/tutorial")
-PAGES = [ROOT / "README.md", ROOT / "README_zh.md"]
+FOLDERS = ("docs", "docs/tutorial")  # tests/test_docs_zh.py compares the blocks of docs/zh with these
+PAGES = [ROOT / "README.md"]
 PAGES += [page for folder in FOLDERS for page in sorted((ROOT / folder).glob("*.md"))]
 PAGES = [page for page in PAGES if page.is_file() and page.name not in ("flags.md", "migration.md")]
 DATA = {"json": json.loads, "yaml": yaml.safe_load, "toml": tomllib.loads}
