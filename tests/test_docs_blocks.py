@@ -143,3 +143,8 @@ def test_site_builds_without_broken_links(checkout: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     page = checkout / "build/site/docs/tutorial/1-your-task.html"
     assert "Your own task" in page.read_text()
+    for page in (checkout / "build/site").rglob("*.html"):
+        loaded = re.findall(
+            r"""(?:src|href)=["']?(https?://[^"' >]+)["'>][^>]*(?:script|stylesheet)|unpkg""", page.read_text()
+        )
+        assert not loaded, f"{page} loads {loaded}"

@@ -6,6 +6,7 @@ works without a network.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -14,12 +15,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = ROOT / "build/pages"
+SITE = ROOT / "build/site"
+SHIM = "https://unpkg.com/iframe-worker/shim"
+"""What the theme loads from a CDN for a site that is opened as files; the site has its own copy."""
 TEXT = (".py", ".sh", ".toml", ".yaml", ".yml", ".json", ".txt", ".cff", ".jinja")
 
 
 def main() -> int:
     shutil.rmtree(PAGES, ignore_errors=True)
     todo = [ROOT / "README.md", *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+    todo.append(ROOT / "docs/assets/iframe-worker.js")
     seen: set[Path] = set()
     while todo:
         file = todo.pop()
@@ -42,7 +47,13 @@ def main() -> int:
             elif linked.is_file():
                 todo.append(linked)
         place.write_text(text)
-    return subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"], cwd=ROOT).returncode
+    quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"]
+    code = subprocess.run(command, cwd=ROOT, env=quiet).returncode
+    for page in SITE.rglob("*.html") if code == 0 else ():
+        up = "../" * (len(page.relative_to(SITE).parts) - 1)
+        page.write_text(page.read_text().replace(SHIM, f"{up}docs/assets/iframe-worker.js"))
+    return code
 
 
 def listing(folder: Path) -> Path:

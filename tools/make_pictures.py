@@ -33,7 +33,7 @@ def main() -> None:
         place = Path(folder)
         frame = live_frame(place)
         console = Console(record=True, width=COLUMNS, file=open(os.devnull, "w"))  # noqa: SIM115
-        console.print(Text.from_ansi(frame))
+        console.print(Text.from_ansi(frame.replace("\r", "")))
         (IMAGES / "live.svg").write_text(console.export_svg(title="slime quickstart"))
         page = (ROOT / "docs/tutorial/1-your-task.md").read_text()
         script = "set -e\n" + "\n".join(re.findall(r"^```bash\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
