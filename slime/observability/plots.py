@@ -3,16 +3,18 @@
 A plot is replaced as a whole, so that a reader never sees an incomplete one while the run continues.
 
 Invariant: plotting takes no time of the driver. A separate process of the lowest priority draws at most once every
-`interval_s`; the driver does not wait for it before the end of the run, and none outlives the run.
+`interval_s`; the driver does not wait for it before the end of the run, and none outlives the driver.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import math
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -39,6 +41,7 @@ TRAIN_COLOR = "#2563eb"
 _PHASE_COLORS = ("#f1f5f9", "#dbeafe", "#fee2e2", "#dcfce7", "#fef9c3", "#f3e8ff", "#cffafe")
 _MEMORY_S = 600.0  # the last seconds of a long run that the memory plot shows
 EVAL_COLORS = ("#ea580c", "#059669", "#9333ea", "#be123c")
+_PR_SET_PDEATHSIG = 1
 _PACKAGE_ROOT = str(Path(__file__).parents[2])
 INTERVAL_S = 60.0
 """Seconds between two drawings of a run."""
@@ -212,7 +215,7 @@ class RunPlots:
         self._due = self._now() + self._interval_s
         paths = filter(None, [_PACKAGE_ROOT, os.environ.get("PYTHONPATH")])
         self._drawing = subprocess.Popen(
-            [sys.executable, "-P", "-m", __name__, self._metrics, self._metrics.parent, self._title],
+            [sys.executable, "-P", "-m", __name__, self._metrics, self._metrics.parent, self._title, str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -243,6 +246,14 @@ class RunPlots:
         return self._metrics.parent.name
 
 
+def _main(metrics: str, folder: str, title: str, driver_pid: str) -> None:
+    """Draw with the lowest priority; the kernel ends this process with the driver's thread that started it."""
+    os.nice(19)
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == int(driver_pid):
+        draw_curves(metrics, folder, title)
+
+
 if __name__ == "__main__":
-    os.nice(19)  # all other work of the machine has priority
-    draw_curves(*sys.argv[1:4])
+    _main(*sys.argv[1:])

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from slime.observability.memory import MemorySampler, memory_bytes
@@ -88,7 +89,7 @@ def test_plots_are_redrawn_periodically_and_at_the_end(tmp_path: Path) -> None:
     now[0] = 20.0
     assert curves.redraw()
     assert curves._drawing is not None
-    assert curves._drawing.wait(120) == 0
+    assert curves._drawing.wait(600) == 0
     assert (tmp_path / "reward.png").is_file()
     now[0] = 79.0
     assert not curves.redraw()
@@ -140,3 +141,21 @@ def test_memory_sampler_remembers_the_peak() -> None:
         assert memory_bytes([child.pid]) < 100 * 2**20
         child.communicate("\n")
     assert sampler.stop() == sampler.peak_bytes >= 100 * 2**20
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems have no signal at the parent's death")
+def test_drawing_ends_with_a_killed_driver(tmp_path: Path) -> None:
+    """The drawing process waits for a writer of its metrics file, a pipe, so it cannot end by itself."""
+    metrics = tmp_path / "metrics.jsonl"
+    os.mkfifo(metrics)
+    code = (
+        "import sys, time; from pathlib import Path; from slime.observability.plots import RunPlots\n"
+        "curves = RunPlots(Path(sys.argv[1]), first_s=0.0); curves.redraw()\n"
+        "print(curves._drawing.pid, flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(metrics)], stdout=subprocess.PIPE, text=True) as driver:
+        assert driver.stdout is not None
+        drawing = psutil.Process(int(driver.stdout.readline()))
+        with metrics.open("w"):  # opens when the other process reads
+            driver.kill()
+            drawing.wait(60)
