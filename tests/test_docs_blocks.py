@@ -28,6 +28,8 @@ PAGES = [page for page in PAGES if page.is_file() and page.name not in ("flags.m
 DATA = {"json": json.loads, "yaml": yaml.safe_load, "toml": tomllib.loads}
 NOT_RUN = re.compile(r"<!-- not run: .+ -->")
 LIMIT_S = 800
+SHORT = "--steps 3 --warmup-steps 60"
+"""A quickstart of seconds, which leaves the same files."""
 
 
 class Block(NamedTuple):
@@ -73,20 +75,25 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (ROOT / name).is_file():
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, place / name)
-    command = [sys.executable, "-m", "slime.cli", "quickstart", "--steps", "3", "--warmup-steps", "60"]
+    command = [sys.executable, "-m", "slime.cli", "quickstart", *SHORT.split()]
     subprocess.run(command, cwd=place, check=True, capture_output=True)
+    (place / ".venv").symlink_to(Path(sys.executable).parents[1])
+    for name in ("pyproject.toml", "constraints.txt"):
+        os.utime(place / name, (1, 1))  # `make` finds everything installed
     return place
 
 
 @pytest.fixture
 def here(checkout: Path, tmp_path: Path) -> Path:
-    shutil.copytree(checkout, tmp_path / "slime")
+    shutil.copytree(checkout, tmp_path / "slime", symlinks=True)
     return tmp_path / "slime"
 
 
 def environment(place: Path) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "SLIME"))}
     programs = f"{Path(sys.executable).parent}:{kept['PATH']}"
+    if not os.environ.get("SLIME_LONG"):
+        kept["ARGS"] = SHORT  # of `make quickstart`
     return kept | {"PATH": programs, "PYTHONPATH": str(place), "COLUMNS": "120", "PAGER": "cat"}
 
 
