@@ -61,7 +61,7 @@ docs: $(VENV)/.installed-docs   ## the site of the documentation, in build/site
 pictures: $(VENV)/.installed   ## the pictures of the README and the tutorial, from real runs (four minutes)
 	$(RUN) tools/make_pictures.py
 
-test-docs: $(VENV)/.installed-dev $(VENV)/.installed-docs   ## the code blocks of the README, the pages and the tutorial are run, one page after another
+test-docs: $(VENV)/.installed-dev   ## the code blocks of the README, the pages and the tutorial are run, one page after another
 	$(RUN) -m pytest $(PARALLEL) --dist load -m 'docs and not long' tests/test_docs_blocks.py
 
 test-long: $(VENV)/.installed-dev   ## what takes too long for every change: all rows of tests of which `make test` runs some
