@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
 
-from slime.train.samples import batch_columns, rollout_data
+from slime.train.samples import batch_columns
 from slime.train.samples.batch_columns import first_not_finite, is_trained_on, mask_totals
+from slime.train.samples.rollout_data import report_samples
 
 RNG = np.random.default_rng(0)
 
@@ -48,17 +51,24 @@ def test_finite_columns_with_overflowing_sum_are_accepted() -> None:
     assert first_not_finite([huge, np.array([np.nan], np.float32)]) == 1
 
 
-def test_not_finite_scans_once_and_ignores_masked_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_non_finite_samples_are_reported_after_one_scan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     column = [torch.arange(float(length)) for length in (3, 0, 5, 2)]
     masks = [torch.ones(len(values)) for values in column]
+    data = {"loss_masks": masks, "sample_indices": [7, 8, 9, 10], "response_lengths": [3, 0, 5, 2]}
     looks: list[int] = []
     isfinite = torch.isfinite
     monkeypatch.setattr(torch, "isfinite", lambda values: looks.append(values.numel()) or isfinite(values))
-    assert rollout_data.not_finite(column, masks) == []
+
+    def reported(positions: range) -> list[str]:
+        found = [(position, column[position]) for position in positions]
+        return report_samples(data, found, "log-probs", rollout_id=0, run_dir=str(tmp_path))
+
+    assert reported(range(4)) == []
     assert looks == [10]
     column[2][4] = float("nan")
     masks[2][4] = 0
-    assert rollout_data.not_finite(column, masks) == []
+    assert reported(range(4)) == []
     column[3][0] = float("inf")
-    assert rollout_data.not_finite(column, masks) == [3]
-    assert rollout_data.not_finite([], []) == []
+    [sentence] = reported(range(4))
+    assert sentence.startswith("sample 10 has log-probs")
+    assert reported(range(0)) == []
